@@ -1,0 +1,42 @@
+"""Strictness for every test: no shape or dtype adapts silently, warnings are errors
+(pyproject.toml), and eight virtual CPU devices stand in for a cluster.
+"""
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+# Read when jax is imported or its backend starts, so they stand before the first import of it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+)
+
+import jax  # noqa: E402
+import optax  # noqa: E402
+from absl import logging  # noqa: E402
+
+# Compiled programs outlive the run; XDG_CACHE_HOME is where such things belong.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path(tempfile.gettempdir(), "cache")))
+
+jax.config.update("jax_compilation_cache_dir", str(_CACHE / "transformer-lab" / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+logging.set_verbosity(logging.ERROR)
+
+
+def _new_transformation(cls, init, update):
+    """Makes an optax transformation that promotes as it likes: optax multiplies step counts with
+    floats, and strictness is meant for the code around it."""
+
+    @functools.wraps(update)
+    def relaxed(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return update(*args, **kwargs)
+
+    return tuple.__new__(cls, (init, relaxed))
+
+
+optax.GradientTransformation.__new__ = _new_transformation

@@ -1,0 +1,139 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer.data import tokens
+from transformer.data.tokens import TOKENIZERS, Tokenizer
+from transformer.spec import SpecError, pick
+
+NASTY = [
+    "",
+    " ",
+    "<eos>",
+    "<pad> a<bos>b <mask>",
+    "a\r\nb\rc\n\n",
+    "naïve — ½ ﬁ e\u0301",
+    "\ufeffbom",
+    "🏳️‍🌈 日本語 عربى",
+    "\x00\x1c\x85\u2028",
+    "  two  spaces\t\n tab",
+]
+TEXT = "To be, or not to be: that is the question. " * 50 + "".join(NASTY)
+
+
+def train(text: str, training_text: str = TEXT) -> Tokenizer:
+    entry: Any = pick(TOKENIZERS, text)
+    return entry(lambda: iter([training_text[:100], training_text[100:]]))
+
+
+ALL = {name: train(name) for name in ["bytes", "chars", "bpe(vocab_size=300)"]}
+
+
+@pytest.fixture(params=ALL)
+def tokenizer(request) -> Tokenizer:
+    return ALL[request.param]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_round_trip_is_exact_and_text_never_becomes_a_special(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and ids.ndim == 1
+    assert tokenizer.decode(ids) == text
+    assert (ids >= 4).all() and (ids < tokenizer.size).all()
+    assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_bytes_and_bpe_cover_every_text(text):
+    for name in ("bytes", "bpe(vocab_size=300)"):
+        ids = ALL[name].encode(text)
+        assert ALL[name].decode(ids) == text
+        assert ALL[name].byte_lengths[ids].sum() == len(text.encode())
+
+
+def test_ids_by_hand():
+    assert train("bytes").encode("A€").tolist() == [4 + 65, 4 + 0xE2, 4 + 0x82, 4 + 0xAC]
+    chars = train("chars", "hello")  # e h l o
+    assert chars.size == 8
+    assert chars.encode("hole").tolist() == [5, 7, 6, 4]
+    assert chars.byte_lengths.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_bpe_learns_the_most_frequent_pair_first():
+    # "ab" is the only pair that occurs; 4 specials and 256 bytes come before it.
+    bpe = train("bpe", "ab ab ab x")
+    assert bpe.pieces[260] == b"ab"
+    assert bpe.encode("ab").tolist() == [260]
+
+
+def test_bpe_is_the_same_every_time_and_small_when_the_text_is():
+    assert train("bpe").to_json() == train("bpe").to_json()
+    assert 260 < train("bpe").size < 8192
+    assert train("bpe(vocab_size=270)").size == 270
+
+
+def test_bpe_in_pieces_equals_bpe_at_once():
+    text = "".join(f"word{i % 97}  x{i}\n" for i in range(20_000))
+    assert len(text) > 3 * tokens._PIECE
+    bpe = train("bpe(vocab_size=400)", text)
+    assert isinstance(bpe, tokens.BpeTokenizer)
+    whole = bpe._encoder.encode(text, add_special_tokens=False).ids
+    assert bpe.encode(text).tolist() == whole
+
+
+def test_specials_vanish_and_broken_utf8_is_replaced(tokenizer):
+    a = tokenizer.encode("a").tolist()
+    assert tokenizer.decode([1, *a, 3, *a, 2, 0]) == "aa"
+    assert train("bytes").decode([4 + 0xE2, 4 + 65]) == "\ufffdA"
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**6]])
+def test_an_id_outside_the_vocabulary_is_no_text(tokenizer, ids):
+    with pytest.raises(ValueError, match="must lie in"):
+        tokenizer.decode(ids)
+
+
+def test_save_and_load(tokenizer, tmp_path):
+    tokens.save(tokenizer, tmp_path / "tokenizer.json")
+    again = tokens.load(tmp_path / "tokenizer.json")
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.encode("to be <eos>").tolist() == tokenizer.encode("to be <eos>").tolist()
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
+    assert len({t.fingerprint for t in ALL.values()}) == 3
+
+
+def test_load_refuses_by_path(tmp_path):
+    with pytest.raises(SpecError, match=f"no tokenizer at {tmp_path}/x"):
+        tokens.load(tmp_path / "x")
+    (tmp_path / "x").write_text('{"kind": "wordpiece"}')
+    with pytest.raises(SpecError, match="is not a saved tokenizer"):
+        tokens.load(tmp_path / "x")
+
+
+def test_an_unknown_character_is_named():
+    with pytest.raises(SpecError, match=r"does not know 'ß' \(U\+00DF\) at position 2, near 'heß'"):
+        train("chars", "hello").encode("heß")
+    with pytest.raises(SpecError, match=r"'😀' \(U\+1F600\)"):
+        train("chars", "hello").encode("😀")
+
+
+def test_half_a_surrogate_pair_is_refused():
+    for name in ALL:
+        with pytest.raises(SpecError, match="DC80"):
+            ALL[name].encode("a\udc80")
+
+
+def test_too_small_a_vocabulary_is_refused():
+    with pytest.raises(SpecError, match="at least 260"):
+        pick(TOKENIZERS, "bpe(vocab_size=100)")
+
+
+def test_last_break_is_before_a_single_white_space():
+    assert tokens.last_break("ab cd ef") == 5
+    assert tokens.last_break("ab cd  ef") == 2
+    assert tokens.last_break("abcdef") == 6
+    assert tokens.last_break("a b" + "x" * 5000) == 5003

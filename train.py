@@ -1,0 +1,25 @@
+"""Trains an experiment: python train.py --config=configs/lm.py --workdir=runs/lm [--config.a.b=v]
+
+The same command goes on with a run that was stopped. Exit codes: 0 done, 2 refused before the first
+step, 3 a numerical failure, 75 stopped by a signal with a checkpoint saved.
+"""
+
+from absl import flags
+
+from transformer import cli
+from transformer.experiment import RunSpec, train
+
+WORKDIR = flags.DEFINE_string("workdir", None, "where the run lives", required=True)
+CONFIG = cli.define_config(RunSpec)
+
+EXIT_CODES = {"done": 0, "signal": 75}
+
+
+def main() -> int:
+    result = train(CONFIG.spec, WORKDIR.value)
+    print(f"{result['exit_reason']} after {result['steps']} steps; see {WORKDIR.value}/result.json")
+    return EXIT_CODES.get(result["exit_reason"], 3)
+
+
+if __name__ == "__main__":
+    cli.main(main, CONFIG)

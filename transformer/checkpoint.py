@@ -1,0 +1,270 @@
+"""Checkpoints that can be trusted: written by Orbax in the background, kept by number and by best
+metric, verified byte for byte when they are read.
+
+Each step is a directory with the state and a record (JSON): what else a run needs to go on, and a
+manifest with shape, dtype and checksum of every array, since a flipped bit would load in silence.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import zlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from transformer.spec import Count, Spec, SpecError
+
+Which = int | str  # a step, "latest" or "best"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSpec(Spec):
+    """When checkpoints are made and which are kept. The last step is always saved."""
+
+    every: Count = 250
+    keep: Count = 2  # the newest so many
+    best: str | None = "loss"  # and the one with the lowest value of this metric of the evaluation
+    # made at its step; None: not kept
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the message says why."""
+
+
+class Checkpoints:
+    """The checkpoints of one directory. Reading creates and changes nothing."""
+
+    def __init__(self, directory: Path, spec: CheckpointSpec):
+        self.directory, self._spec = Path(directory).expanduser().absolute(), spec
+        self._orbax: ocp.CheckpointManager | None = None
+        self._saved = -1
+        self._broken: list[int] = []
+
+    def steps(self) -> list[int]:
+        """Steps with a directory, oldest first; whether they can be read is another matter."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+
+    def save(self, step: int, state: Any, record: dict, metric: float | None = None) -> None:
+        """Starts writing the state (a tree of arrays) and the record of a step, and returns once
+        the arrays may be overwritten. A metric that is not finite never counts as best. Raises
+        OSError if this checkpoint, or the one before it, cannot be written."""
+        if step == self._saved:
+            return
+        metric = metric if metric is not None and math.isfinite(metric) else None
+        record = {**record, "step": step, "metric": metric, "manifest": _manifest(state)}
+        record["checksum"] = _checksum(record)
+        with self._writing(step):
+            done = self._manager().save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+                ),
+                metrics=None if metric is None else {"metric": metric},
+            )
+        assert done, f"step {step} is not above the newest checkpoint, {self.steps()[-1]}"
+        self._saved = step
+
+    def restore(self, abstract: Any, which: Which) -> tuple[int, Any, dict] | None:
+        """(step, state, record) of a checkpoint, None if there is none at all.
+
+        `abstract` has the shapes, dtypes and shardings to restore to. "latest" is the newest that
+        is intact; those skipped are named on stderr. Raises SpecError if none is.
+        """
+        steps = self.steps()
+        if not steps:
+            return None
+        if which != "latest":
+            return self._read(self._find(which), abstract)
+        problems = []
+        for step in reversed(steps):
+            try:
+                found = self._intact(step, abstract)
+            except Damaged as e:
+                problems.append(f"step {step} ({e})")
+                continue
+            if problems:
+                print(f"skipped damaged checkpoints: {'; '.join(problems)}", file=sys.stderr)
+            self._broken, self._saved = [n for n in steps if n > step], step
+            return found
+        raise SpecError(f"{self.directory}: no checkpoint can be read: {'; '.join(problems)}")
+
+    def restore_params(self, abstract: Any, which: Which) -> tuple[int, Any]:
+        """(step, parameters) of a checkpoint, without the optimizer's state. SpecError if there is
+        none."""
+        found = self.restore({"params": abstract}, which)
+        if found is None:
+            raise SpecError(f"{self.directory}: holds no checkpoint")
+        return found[0], found[1]["params"]
+
+    def wait(self) -> None:
+        """Returns when the checkpoint in the making is complete on disk."""
+        if self._orbax is not None:
+            with self._writing(self._saved):
+                self._orbax.wait_until_finished()
+
+    def close(self) -> None:
+        self.wait()
+        if self._orbax is not None:
+            self._orbax.close()
+
+    def _manager(self) -> ocp.CheckpointManager:
+        """Made with the first save, when damaged steps are moved out of its way."""
+        if self._orbax is None:
+            for step in self._broken:
+                (self.directory / str(step)).rename(self._free_name(f"damaged-{step}"))
+            keep: list[Any] = [policies.LatestN(self._spec.keep)]
+            if self._spec.best is not None:
+                keep.append(
+                    policies.BestN(
+                        get_metric_fn=lambda m: -m["metric"], n=1,
+                        keep_checkpoints_without_metrics=False,
+                    )
+                )
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy(keep),
+                cleanup_tmp_directories=True,
+            )
+            self._orbax = ocp.CheckpointManager(self.directory, options=options)
+        return self._orbax
+
+    def _free_name(self, name: str) -> Path:
+        names = (self.directory / f"{name}{'-' * n}" for n in range(1000))
+        return next(path for path in names if not path.exists())
+
+    def _find(self, which: Which) -> int:
+        steps = self.steps()
+        if which == "best":
+            metrics = {n: m for n in steps if (m := self._metric(n)) is not None}
+            if not metrics:
+                raise SpecError(f"{self.directory}: no checkpoint has a metric to be best by")
+            return min(metrics, key=lambda n: (metrics[n], n))
+        if which not in steps:
+            raise SpecError(f"{self.directory}: has no step {which!r} (there are: {steps})")
+        return int(which)
+
+    def _metric(self, step: int) -> float | None:
+        try:
+            return self._record(step)["metric"]
+        except Damaged:
+            return None
+
+    def _read(self, step: int, abstract: Any) -> tuple[int, Any, dict]:
+        try:
+            return self._intact(step, abstract)
+        except Damaged as e:
+            raise SpecError(f"{self.directory}/{step}: cannot be used: {e}") from None
+
+    def _intact(self, step: int, abstract: Any) -> tuple[int, Any, dict]:
+        record = self._record(step)
+        manifest = record.pop("manifest")
+        _refuse_other_arrays(manifest, abstract)
+        try:
+            state = ocp.PyTreeCheckpointer().restore(
+                self.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(
+                    item=abstract,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+                    partial_restore=True,
+                ),
+            )
+        except Exception as e:  # whatever Orbax makes of damaged files
+            raise Damaged(f"{type(e).__name__}: {str(e).splitlines()[0][:200]}") from None
+        wrong = [p for p, entry in _manifest(state).items() if entry != manifest[p]]
+        if wrong:
+            raise Damaged(f"checksum of {wrong[0]}" + (" and others" if wrong[1:] else ""))
+        return step, state, record
+
+    def _record(self, step: int) -> dict[str, Any]:
+        path = self.directory / str(step) / "record"
+        if not path.is_dir():
+            raise Damaged("incomplete")
+        try:
+            record = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path)
+            checksum = record.pop("checksum")
+        except Exception as e:
+            raise Damaged(f"record: {type(e).__name__}") from None
+        if _checksum(record) != checksum:
+            raise Damaged("checksum of its record")
+        return record
+
+    def _writing(self, step: int):
+        return _Writing(f"checkpoint of step {step} in {self.directory}")
+
+
+class _Writing:
+    """Names the checkpoint in whatever goes wrong while it is written."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if isinstance(error, (OSError, ValueError)):
+            reason = str(error).splitlines()[0][:300]
+            raise OSError(f"{self._what}: cannot be written: {reason}") from error
+
+
+def refuse_changed(old: dict, new: dict, ignore: Collection[str]) -> None:
+    """SpecError that lists every option in which two configs differ, but for sections and options
+    in `ignore`."""
+    was, now = dict(_flat(old)), dict(_flat(new))
+    differing = [
+        f"{path}: {was.get(path)!r} -> {now.get(path)!r}"
+        for path in {**was, **now}
+        if was.get(path) != now.get(path)
+        and not any(path == p or path.startswith(p + ".") for p in ignore)
+    ]
+    if differing:
+        lines = "\n  ".join(differing)
+        raise SpecError(
+            f"the checkpoint is of another run; take another --workdir, or undo\n  {lines}"
+        )
+
+
+def _flat(section: dict, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", list(value) if isinstance(value, tuple) else value
+
+
+def _manifest(state: Any) -> dict[str, list]:
+    """path -> [shape, dtype, CRC-32 of the bytes] of every array."""
+    out = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        a = np.asarray(jax.device_get(leaf))
+        data = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        out[_path(path)] = [list(a.shape), str(a.dtype), zlib.crc32(data)]
+    return out
+
+
+def _refuse_other_arrays(manifest: dict[str, list], abstract: Any) -> None:
+    """SpecError where the checkpoint lacks an array or has it in another shape or dtype."""
+    problems = []
+    for path, leaf in jax.tree.leaves_with_path(abstract):
+        name, wanted = _path(path), [list(leaf.shape), str(leaf.dtype)]
+        found = manifest.get(name, [None, None])[:2]
+        if found != wanted:
+            problems.append(f"{name}: checkpoint {found[0]} {found[1]}, model {wanted[0]} {wanted[1]}")
+    if problems:
+        raise SpecError("the checkpoint is of another model:\n  " + "\n  ".join(problems))
+
+
+def _path(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _checksum(record: dict) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

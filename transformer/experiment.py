@@ -1,0 +1,310 @@
+"""One experiment: RunSpec (all sections), its assembly, and the loop. The only file that knows all
+others.
+
+`train(config, workdir)` is what train.py calls. `_loop` is the loop: one update, then what is due
+in a fixed order (log, evaluate, sample, checkpoint), then a look at whether a signal asked to stop.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from transformer import optim, result, spec
+from transformer.checkpoint import Checkpoints, CheckpointSpec, refuse_changed
+from transformer.data import feed
+from transformer.evaluate import evaluate
+from transformer.log import LogSpec, Writers
+from transformer.mesh import Mesh, MeshSpec
+from transformer.meter import Meter, NumericalFailure
+from transformer.model import ModelSpec
+from transformer.objective import OBJECTIVES
+from transformer.run import Run
+from transformer.spec import Choice, Count, Natural, Positive, Spec, SpecError, choice
+from transformer.state import Birth, State
+from transformer.step import eval_step, train_step
+from transformer.stop import Stop
+
+MAY_CHANGE = (  # between the parts of one run; everything else would make it another run
+    *("train.steps", "train.tokens", "train.epochs", "data.prefetch"),
+    *("eval", "checkpoint", "log", "mesh"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec(Spec):
+    """How long and how carefully to train. Exactly one of the first three is given."""
+
+    steps: Count | None = None  # updates
+    tokens: Count | None = None  # tokens in training batches, rounded up to whole updates
+    epochs: Positive | None = None  # passes over the training split
+    seed: Natural = 0  # of initialisation, dropout and data order
+    accumulate: Count = 1  # micro-batches an update is summed over
+    clip: Positive | None = 1.0  # global gradient norm; None: no clipping
+
+    def rules(self) -> Iterator[str]:
+        given = {n: v for n in ("steps", "tokens", "epochs") if (v := getattr(self, n)) is not None}
+        if len(given) != 1:
+            what = " and ".join(f"{n}={v}" for n, v in given.items()) or "none"
+            yield f"steps, tokens, epochs: give exactly one (the others None), got {what}"
+
+    def updates(self, rows: int, data: feed.DataSpec) -> int:
+        """The number of updates, for a training split of so many rows."""
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is not None:
+            return -(-self.tokens // (data.batch_size * data.seq_len))
+        assert self.epochs is not None
+        return max(1, int(np.ceil(self.epochs * rows / data.batch_size)))
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec(Spec):
+    """Evaluation on the way; the last step is always evaluated."""
+
+    every: Count = 250
+    split: str = "validation"
+    batch_size: Count | None = None  # None: data.batch_size; changes no result
+    sample: Natural = 0  # tokens of sample text after each evaluation
+    prompt: str = ""  # what the sample continues
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec(Spec):
+    """Everything that makes a run."""
+
+    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
+    data: feed.DataSpec = dataclasses.field(default_factory=feed.DataSpec)
+    objective: Choice = choice(OBJECTIVES, "causal_lm")
+    optimizer: Choice = choice(optim.OPTIMIZERS, "adamw")
+    schedule: Choice = choice(optim.SCHEDULES, "cosine")
+    train: TrainSpec = dataclasses.field(default_factory=lambda: TrainSpec(steps=1000))
+    eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
+    checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
+    mesh: MeshSpec = dataclasses.field(default_factory=MeshSpec)
+    log: LogSpec = dataclasses.field(default_factory=LogSpec)
+
+    def rules(self) -> Iterator[str]:
+        if self.model.max_len is not None and self.data.seq_len > self.model.max_len:
+            yield f"data.seq_len={self.data.seq_len}: exceeds model.max_len={self.model.max_len}"
+        if self.data.batch_size % self.train.accumulate:
+            yield (
+                f"data.batch_size={self.data.batch_size}: not a multiple of "
+                f"train.accumulate={self.train.accumulate}"
+            )
+        warmup, steps = self.schedule.options.get("warmup", 0), self.train.steps
+        if steps is not None and warmup > steps:
+            yield f"schedule={self.schedule}: warmup={warmup} is longer than train.steps={steps}"
+
+
+def defaults() -> ConfigDict:
+    """What a config file starts from: every option with its default, locked against misspelling.
+
+    Values of any type may be assigned; `spec.parse` judges them all at once.
+    """
+    return ConfigDict(spec.defaults(RunSpec), type_safe=False).lock()
+
+
+class Experiment:
+    """A run, assembled: everything that is fixed before the first update. SpecError for whatever
+    does not fit together."""
+
+    def __init__(self, run: RunSpec, workdir: Path):
+        self.workdir = workdir
+        self.data = feed.prepare(run.data, workdir)
+        self.run = run = resolve(run, self.data.tokenizer.size)
+        self.updates = run.train.updates(run.data.packing(self.data.stream("train"), run.data.seq_len).rows, run.data)
+        self.feed = feed.train_feed(self.data, run.data, run.train.seed)
+        self.mesh = Mesh(run.mesh)
+        self._refuse_batch()
+        self.tx, self.schedule = optim.build(
+            run.optimizer, run.schedule, self.updates, run.model.dim, run.train.clip
+        )
+        self.birth = Birth(run.model, self.tx, self.mesh, run.train.seed)
+        objective, token_bytes = run.objective(), self.data.tokenizer.byte_lengths
+        self.train_step = train_step(
+            run.model,
+            objective,
+            self.tx,
+            self.mesh,
+            self.birth.shardings,
+            token_bytes,
+            run.train.seed,
+            run.train.accumulate,
+        )
+        self.eval_step = eval_step(
+            run.model, objective, self.mesh, self.birth.shardings.params, token_bytes
+        )
+
+    def evaluate(self, params: Any, stop: Stop) -> dict[str, float] | None:
+        size = self.run.eval.batch_size or self.run.data.batch_size
+        size = -(-size // self.mesh.batch_shards) * self.mesh.batch_shards
+        batches = feed.eval_batches(self.data, self.run.data, self.run.eval.split, size)
+        return evaluate(self.eval_step, params, self.mesh, batches, lambda: stop.requested)
+
+    def sample(self, params: Any, step: int) -> str:
+        run = Run(self.run, params, self.data.tokenizer)
+        prompt, length = self.run.eval.prompt, self.run.eval.sample
+        return prompt + run.generate([prompt], max_new_tokens=length, seed=step)[0]
+
+    def _refuse_batch(self):
+        size, parts = self.run.data.batch_size, self.run.train.accumulate * self.mesh.batch_shards
+        if size % parts:
+            raise SpecError(
+                f"config.data.batch_size={size}: not a multiple of {parts} "
+                f"(train.accumulate={self.run.train.accumulate} times {self.mesh.batch_shards} "
+                "devices that split the batch)"
+            )
+
+
+def resolve(run: RunSpec, vocab: int) -> RunSpec:
+    """The run with what the data decides filled in: model.vocab and, for positions that need it,
+    model.max_len."""
+    model = run.model
+    if model.vocab is not None and model.vocab < vocab:
+        raise SpecError(f"config.model.vocab={model.vocab}: the tokenizer has {vocab} tokens")
+    max_len = model.max_len or (run.data.seq_len if model.needs_max_len else None)
+    model = dataclasses.replace(model, vocab=model.vocab or vocab, max_len=max_len)
+    return dataclasses.replace(run, model=model)
+
+
+def train(config: Mapping[str, Any] | RunSpec, workdir: str | Path) -> dict[str, Any]:
+    """Trains, or goes on with what `workdir` holds, and returns the contents of result.json.
+
+    Raises SpecError before the first update for whatever the user got wrong. `exit_reason` is
+    "done", "signal" (a checkpoint is saved, the same call goes on) or "non-finite".
+    """
+    run = config if isinstance(config, RunSpec) else spec.parse(RunSpec, config)
+    workdir = Path(workdir).expanduser().absolute()
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise SpecError(f"--workdir={workdir}: cannot be made ({e.strerror})") from None
+    with Stop() as stop:
+        x = Experiment(run, workdir)
+        return _Session(x, stop).go()
+
+
+class _Session:
+    """One process's part of a run: from the newest checkpoint, or a fresh state, to its end."""
+
+    def __init__(self, x: Experiment, stop: Stop):
+        self.x, self.stop = x, stop
+        self.checkpoints = Checkpoints(x.workdir / "checkpoints", x.run.checkpoint)
+        self.validation: dict[str, float] = {}
+        self.evaluated = -1  # the step of the last evaluation
+
+    def go(self) -> dict[str, Any]:
+        state, start = self._begin()
+        if start == self.x.updates and (done := self._finished()):
+            return done
+        result.write_json(self.x.workdir / "config.json", spec.as_dict(self.x.run))
+        self.writer = Writers(self.x.run.log, self.x.workdir, start, self.x.updates)
+        try:
+            state, reason = self._loop(state, start)
+        except NumericalFailure as e:
+            reason, state = f"non-finite {e}", None
+        finally:
+            self.checkpoints.close()
+            self.writer.close()
+        return self._conclude(state, reason)
+
+    def _begin(self) -> tuple[State, int]:
+        x = self.x
+        found = self.checkpoints.restore(x.birth.abstract, "latest")
+        if found is None:
+            self.meter = Meter(x.run.log.every)
+            return x.birth.fresh(), 0
+        step, state, record = found
+        refuse_changed(record["spec"], spec.as_dict(x.run), ignore=MAY_CHANGE)
+        if record["data_fingerprint"] != x.data.fingerprint:
+            raise SpecError(f"the data of {x.workdir} has changed since its checkpoint {step}")
+        if step > x.updates:
+            raise SpecError(
+                f"config.train: {x.updates} updates are asked for, {x.workdir} has done {step}"
+            )
+        x.feed.set_state(record["data"])
+        self.meter = Meter(x.run.log.every, record["tokens"], record["seconds"], step)
+        self.evaluated = record["evaluated"]
+        return state, step
+
+    def _loop(self, state: State, start: int) -> tuple[State, str]:
+        x, meter, last = self.x, self.meter, self.x.updates
+        if start and self._due(start) and self.evaluated != start:
+            self._evaluate(state, start)  # a signal came in between
+        for step in range(start + 1, last + 1):
+            batch = next(x.feed)
+            state, sums = x.train_step(state, x.mesh.put_rows(batch))
+            meter.add(step, sums)
+            self._write(meter.due(before=step))  # a step late, so that nothing waits for it
+            if self._due(step):
+                self._evaluate(state, step)
+            stopping = self.stop.requested
+            if stopping or step == last or step % x.run.checkpoint.every == 0:
+                self._save(state, step)
+            if stopping:
+                return state, "done" if step == last and self.evaluated == last else "signal"
+        return state, "done" if self.evaluated == last else "signal"
+
+    def _due(self, step: int) -> bool:
+        return step == self.x.updates or step % self.x.run.eval.every == 0
+
+    def _write(self, lines: Iterable[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in lines:
+            metrics["learning_rate"] = float(self.x.schedule(step - 1))
+            self.writer.write(step, "train", metrics)
+
+    def _evaluate(self, state: State, step: int) -> None:
+        self._write(self.meter.due())
+        with self.meter.paused():
+            metrics = self.x.evaluate(state.params, self.stop)
+            if metrics is None:
+                return
+            self.validation, self.evaluated = metrics, step
+            self.writer.write(step, self.x.run.eval.split, metrics)
+            if self.x.run.eval.sample:
+                self.writer.text(step, "sample", self.x.sample(state.params, step))
+
+    def _save(self, state: State, step: int) -> None:
+        self._write(self.meter.due())
+        with self.meter.paused():
+            best = self.x.run.checkpoint.best
+            metric = self.validation.get(best) if best and self.evaluated == step else None
+            record = {
+                "spec": spec.as_dict(self.x.run),
+                "data": self.x.feed.get_state(),
+                "data_fingerprint": self.x.data.fingerprint,
+                "tokens": self.meter.tokens,
+                "seconds": self.meter.seconds,
+                "evaluated": self.evaluated,
+                **result.provenance(),
+            }
+            self.checkpoints.save(step, state, record, metric)
+
+    def _finished(self) -> dict[str, Any] | None:
+        """The result of a run that has nothing left to do."""
+        path = self.x.workdir / "result.json"
+        done = result.read_json(path) if path.exists() else {}
+        return done if (done.get("exit_reason"), done.get("steps")) == ("done", self.x.updates) else None
+
+    def _conclude(self, state: State | None, reason: str) -> dict[str, Any]:
+        meter, x = self.meter, self.x
+        content = {
+            "exit_reason": reason,
+            "steps": meter.step,
+            "tokens": meter.tokens,
+            "seconds": round(meter.seconds, 3),
+            "tokens_per_second": round(meter.tokens / max(meter.seconds, 1e-9), 1),
+            "parameters": x.birth.parameters,
+            "params_sha256": None if state is None else result.params_sha256(state.params),
+            "train": result.finite(meter.last),
+            x.run.eval.split: result.finite(self.validation),
+            "seed": x.run.train.seed,
+            "data_fingerprint": x.data.fingerprint,
+            **result.provenance(),
+        }
+        result.write_json(x.workdir / "result.json", content)
+        return content

@@ -1,0 +1,73 @@
+"""What a config means before it runs, as text: resolved options, layers, parameters."""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from transformer import spec
+from transformer.data import feed
+from transformer.experiment import RunSpec, resolve
+from transformer.model import PER_LAYER, ModelSpec
+from transformer.state import init_params
+
+
+def sheet(run: RunSpec, workdir: str | None = None) -> str:
+    """The whole report. The data is tokenised (in `workdir`, or for nothing but its vocabulary)
+    if the model's vocabulary depends on it."""
+    if run.model.vocab is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            place = Path(workdir or scratch).expanduser().absolute()
+            run = resolve(run, feed.prepare(run.data, place).tokenizer.size)
+    else:
+        run = resolve(run, run.model.vocab)
+    boxed = jax.eval_shape(lambda: init_params(run.model, 0))
+    parts = [
+        "\n".join(_options(spec.as_dict(run))),
+        "\n".join(_layers(run.model)),
+        "\n".join(_parameters(boxed)),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _options(section: dict[str, Any], path: str = "config") -> Iterator[str]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _options(value, f"{path}.{name}")
+        else:
+            yield f"{path}.{name} = {value!r}"
+
+
+def _layers(model: ModelSpec) -> Iterator[str]:
+    """One line a layer, where choices vary."""
+    for side, depth in zip(("encoder", "decoder"), model.depths, strict=True):
+        here = model.of(side)
+        if not depth or here.period == 1:
+            continue
+        for i in range(depth):
+            layer = here.layer(i)
+            varied = {n: getattr(layer, n) for n in PER_LAYER if len(getattr(here, n).entries) > 1}
+            if len(here.masks.entries) > 1:
+                varied["mask"] = here.masks.at(i)
+            yield f"{side} layer {i}: " + ", ".join(f"{n}={c}" for n, c in varied.items())
+
+
+def _parameters(boxed: Any) -> Iterator[str]:
+    rows = []
+    is_box = lambda x: hasattr(x, "names")  # noqa: E731
+    for path, leaf in jax.tree.leaves_with_path(boxed, is_leaf=is_box):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rows.append((name, leaf.value.shape, leaf.names, math.prod(leaf.value.shape)))
+    total = sum(row[3] for row in rows)
+    width = max(len(row[0]) for row in rows)
+    yield f"{'parameter':{width}}  {'shape':>16}  {'count':>12}  {'share':>6}  axes"
+    for name, shape, axes, count in rows:
+        yield (
+            f"{name:{width}}  {'x'.join(map(str, shape)):>16}  {count:>12,}  "
+            f"{count / total:>6.1%}  {', '.join(map(str, axes))}"
+        )
+    embeddings = sum(row[3] for row in rows if row[0].endswith("embedding"))
+    yield f"total {total:,} parameters, {4 * total:,} bytes in float32; {embeddings:,} in embeddings"

@@ -1,0 +1,132 @@
+"""A trained model with its tokenizer, for notebooks and for the commands that use a working
+directory: logits, continuations and scores of texts."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.data.tokens import BOS, EOS, PAD, SPECIALS, Tokenizer
+from transformer.generate import Sampling, generate
+from transformer.layers.base import Array, Tokens
+from transformer.model import ModelSpec
+from transformer.spec import SpecError
+
+SCORE_BUCKET = 64  # lengths of scored texts are padded to a multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Attributes: `spec`, the resolved RunSpec; `params`; `tokenizer`; `model`, the linen module."""
+
+    spec: Any
+    params: Any
+    tokenizer: Tokenizer
+    step: int = 0
+
+    @property
+    def model(self):
+        return self.spec.model.build()
+
+    def logits(self, tokens, mask=None, source=None, source_mask=None) -> Array:
+        """ids [B, T] -> float32 [B, T, V]; masks are true at real tokens, `source` [B, S] is for an
+        encoder-decoder."""
+        text = Tokens.of(jnp.asarray(tokens, jnp.int32), _array(mask))
+        given = None
+        if source is not None:
+            given = Tokens.of(jnp.asarray(source, jnp.int32), _array(source_mask))
+        return _logits(self.spec.model, self.params, text, given)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """The continuation of each prompt, up to `max_new_tokens` or the end of the text, whichever
+        comes first. temperature 0: greedy."""
+        out = generate(
+            self.spec.model,
+            self.params,
+            [[BOS, *self.tokenizer.encode(prompt)] for prompt in prompts],
+            max_new_tokens,
+            Sampling(temperature, top_k, top_p),
+            allowed_V=self._drawable(),
+            end=EOS,
+            pad=PAD,
+            seed=seed,
+        )
+        return [self.tokenizer.decode(ids) for ids in out]
+
+    def score(self, texts: Iterable[str], batch_size: int = 32) -> Iterator[dict[str, float]]:
+        """For each text, in order: `logprob`, the sum of the log-probabilities in nats of its
+        tokens and of the end after them, given the beginning; `tokens`, how many those are;
+        `eos_logprob`, the part of the end alone."""
+        texts = list(texts)
+        rows = [np.array([BOS, *self.tokenizer.encode(t), EOS], np.int32) for t in texts]
+        self._refuse_long(rows)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        done: dict[int, dict[str, float]] = {}
+        for at in range(0, len(order), batch_size):
+            chosen = order[at : at + batch_size]
+            done |= zip(chosen, self._scored([rows[i] for i in chosen], batch_size), strict=True)
+        yield from (done[i] for i in range(len(rows)))
+
+    def _scored(self, rows: list[np.ndarray], batch_size: int) -> list[dict[str, float]]:
+        width = -(-max(map(len, rows)) // SCORE_BUCKET) * SCORE_BUCKET + 1
+        ids = np.full((batch_size, width), PAD, np.int32)
+        real = np.zeros_like(ids)
+        for ids_T, real_T, row in zip(ids, real, rows, strict=False):
+            ids_T[: len(row)], real_T[: len(row)] = row, 1
+        logprob_BT = np.asarray(
+            _target_logprobs(self.spec.model, self.params, jnp.asarray(ids), jnp.asarray(real)),
+            np.float64,
+        )
+        return [
+            {
+                "logprob": float(logprob_T[: len(row) - 1].sum()),
+                "tokens": len(row) - 1,
+                "eos_logprob": float(logprob_T[len(row) - 2]),
+            }
+            for logprob_T, row in zip(logprob_BT, rows, strict=False)
+        ]
+
+    def _refuse_long(self, rows: list[np.ndarray]) -> None:
+        limit = self.spec.model.max_len
+        for line, row in enumerate(rows, 1):
+            if limit is not None and len(row) - 1 > limit:
+                raise SpecError(
+                    f"text {line} has {len(row) - 1} tokens with its beginning, more than "
+                    f"model.max_len={limit}"
+                )
+
+    def _drawable(self) -> np.ndarray:
+        """Tokens that stand for text, and the end."""
+        allowed = np.ones(self.tokenizer.size, bool)
+        allowed[: len(SPECIALS)] = False
+        allowed[EOS] = True
+        return allowed
+
+
+def _array(mask) -> Array | None:
+    return None if mask is None else jnp.asarray(mask)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(spec: ModelSpec, params: Any, text: Tokens, source: Tokens | None) -> Array:
+    return spec.build().apply({"params": params}, text, source)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _target_logprobs(spec: ModelSpec, params: Any, ids_BT: Array, real_BT: Array) -> Array:
+    text = Tokens.of(ids_BT[:, :-1], real_BT[:, :-1])
+    logprobs_BTV = jax.nn.log_softmax(spec.build().apply({"params": params}, text), -1)
+    return jnp.take_along_axis(logprobs_BTV, ids_BT[:, 1:, None], -1)[..., 0]

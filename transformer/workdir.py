@@ -1,0 +1,67 @@
+"""A working directory from outside: load its model, or evaluate it on a split."""
+
+from pathlib import Path
+from typing import Any
+
+from transformer import result, spec
+from transformer.checkpoint import Checkpoints
+from transformer.data import feed, tokens
+from transformer.data.tokens import Tokenizer
+from transformer.evaluate import evaluate
+from transformer.experiment import RunSpec
+from transformer.mesh import Mesh, MeshSpec
+from transformer.run import Run
+from transformer.spec import SpecError
+from transformer.state import abstract_params
+from transformer.step import eval_step
+
+
+def stored(workdir: str | Path) -> dict[str, Any]:
+    """The config that a working directory was trained with."""
+    return result.read_json(Path(workdir).expanduser().absolute() / "config.json")
+
+
+def load(workdir: str | Path, step: int | str = "latest") -> Run:
+    """The model of a working directory; `step` is a number, "latest" or "best"."""
+    workdir = Path(workdir).expanduser().absolute()
+    run = spec.parse(RunSpec, stored(workdir))
+    tokenizer = _tokenizer(workdir)
+    return _restored(run, workdir, step, tokenizer)
+
+
+def evaluate_run(
+    workdir: str | Path, step: int | str, split: str, run: RunSpec | None = None
+) -> dict[str, Any]:
+    """Metrics of a run on a whole split, on all devices. `run` may differ from the stored one in
+    its data section; other data is tokenised beside that of the training."""
+    workdir = Path(workdir).expanduser().absolute()
+    was = spec.parse(RunSpec, stored(workdir))
+    run = run or was
+    if run.model != was.model:
+        raise SpecError("config.model: an evaluation takes the model as it was trained")
+    tokenizer = _tokenizer(workdir)
+    found = _restored(run, workdir, step, tokenizer)
+    place = workdir if run.data == was.data else workdir / "evaluation"
+    data = feed.prepare(run.data, place, tokenizer)
+    mesh = Mesh(MeshSpec())
+    size = run.eval.batch_size or run.data.batch_size
+    size = -(-size // mesh.batch_shards) * mesh.batch_shards
+    batches = feed.eval_batches(data, run.data, split, size)
+    compiled = eval_step(run.model, run.objective(), mesh, mesh.replicated, tokenizer.byte_lengths)
+    metrics = evaluate(compiled, found.params, mesh, batches)
+    assert metrics is not None
+    return {"step": found.step, "split": split, **result.finite(metrics)}
+
+
+def _tokenizer(workdir: Path) -> Tokenizer:
+    return tokens.load(workdir / "data" / "tokenizer.json")
+
+
+def _restored(run: RunSpec, workdir: Path, step: int | str, tokenizer: Tokenizer) -> Run:
+    which = int(step) if str(step).isdigit() else step
+    if which not in ("latest", "best") and not isinstance(which, int):
+        raise SpecError(f"--step={step}: must be a number, latest or best")
+    store = checkpoint.Checkpoints(workdir / "checkpoints", run.checkpoint)
+    abstract = abstract_params(run.model)
+    found, params = store.restore_params(abstract, which)
+    return Run(run, params, tokenizer, found)
