@@ -1,8 +1,6 @@
-"""A small decoder on Shakespeare's works, byte by byte.
+"""Language modelling on Shakespeare's works: the first experiment.
 
-    python train.py --config=configs/lm.py --workdir=runs/lm
-
-Expected: 
+python train.py --config=configs/lm.py --workdir=runs/lm
 """
 
 from transformer import defaults
@@ -13,15 +11,18 @@ def get_config():
     c.model.dim = 128
     c.model.depth = 4
     c.model.heads = 4
+
     c.data.source = "shakespeare"
-    c.data.tokenizer = "bytes"
+    c.data.tokenizer = "bpe(vocab_size=2048)"
     c.data.batch_size = 16
     c.data.seq_len = 128
-    c.optimizer = "adamw(b2=0.99, weight_decay=0.1)"
-    c.schedule = "cosine(peak=2e-3, warmup=100)"
-    c.train.steps = 1000
-    c.eval.every = 250
-    c.eval.sample = 200
+
+    c.optimizer = "adamw(b2=0.98, weight_decay=0.1)"
+    c.schedule = "cosine(peak=3e-3, warmup=50)"
+    c.train.steps = 600
+
+    c.eval.every = 200
+    c.eval.sample = 120
     c.eval.prompt = "ROMEO.\n"
-    c.checkpoint.every = 250
+    c.checkpoint.every = 200
     return c

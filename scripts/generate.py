@@ -52,9 +52,7 @@ def main() -> None:
 def _prompts() -> list[str]:
     if (PROMPT.value is None) == (INPUT.value is None):
         raise SpecError("give --prompt=TEXT or --input=FILE, one of the two")
-    if INPUT.value is None:
-        return [PROMPT.value.replace("\\n", "\n")]
-    lines = cli.read_lines(INPUT.value)
+    lines = cli.read_lines(INPUT.value) if INPUT.value is not None else [PROMPT.value or ""]
     return [line.replace("\\n", "\n") for line in lines]
 
 

@@ -31,8 +31,10 @@ def main() -> None:
         f.writelines(json.dumps(score) + "\n" for score in scores)
     total = sum(s["logprob"] for s in scores)
     tokens = sum(s["tokens"] for s in scores)
-    print(f"{len(scores)} lines, {tokens} tokens, {-total / max(tokens, 1):.4f} nats per token",
-          file=sys.stderr)
+    print(
+        f"{len(scores)} lines, {tokens} tokens, {-total / max(tokens, 1):.4f} nats per token",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +73,28 @@ class Checkpoints:
         assert done, f"step {step} is not above the newest checkpoint, {self.steps()[-1]}"
         self._saved = step
 
-    def restore(self, abstract: Any, which: Which) -> tuple[int, Any, dict] | None:
+    def restore(
+        self, abstract: Any, which: Which, agree: Callable[[dict], None] = lambda record: None
+    ) -> tuple[int, Any, dict] | None:
         """(step, state, record) of a checkpoint, None if there is none at all.
 
-        `abstract` has the shapes, dtypes and shardings to restore to. "latest" is the newest that
+        `abstract` has the shapes, dtypes and shardings to restore to; `agree` sees the record
+        before the arrays are read and raises what it has against it. "latest" is the newest that
         is intact; those skipped are named on stderr. Raises SpecError if none is.
         """
         steps = self.steps()
         if not steps:
             return None
         if which != "latest":
-            return self._read(self._find(which), abstract)
+            step = self._find(which)
+            try:
+                return self._intact(step, abstract, agree)
+            except Damaged as e:
+                raise SpecError(f"{self.directory}/{step}: cannot be used: {e}") from None
         problems = []
         for step in reversed(steps):
             try:
-                found = self._intact(step, abstract)
+                found = self._intact(step, abstract, agree)
             except Damaged as e:
                 problems.append(f"step {step} ({e})")
                 continue
@@ -125,7 +132,8 @@ class Checkpoints:
             if self._spec.best is not None:
                 keep.append(
                     policies.BestN(
-                        get_metric_fn=lambda m: -m["metric"], n=1,
+                        get_metric_fn=lambda m: -m["metric"],
+                        n=1,
                         keep_checkpoints_without_metrics=False,
                     )
                 )
@@ -157,14 +165,11 @@ class Checkpoints:
         except Damaged:
             return None
 
-    def _read(self, step: int, abstract: Any) -> tuple[int, Any, dict]:
-        try:
-            return self._intact(step, abstract)
-        except Damaged as e:
-            raise SpecError(f"{self.directory}/{step}: cannot be used: {e}") from None
-
-    def _intact(self, step: int, abstract: Any) -> tuple[int, Any, dict]:
+    def _intact(
+        self, step: int, abstract: Any, agree: Callable[[dict], None]
+    ) -> tuple[int, Any, dict]:
         record = self._record(step)
+        agree(record)
         manifest = record.pop("manifest")
         _refuse_other_arrays(manifest, abstract)
         try:
@@ -246,7 +251,7 @@ def _manifest(state: Any) -> dict[str, list]:
     for path, leaf in jax.tree.leaves_with_path(state):
         a = np.asarray(jax.device_get(leaf))
         data = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
-        out[_path(path)] = [list(a.shape), str(a.dtype), zlib.crc32(data)]
+        out[_path(path)] = [list(a.shape), str(a.dtype), zlib.crc32(data.data)]
     return out
 
 
@@ -257,9 +262,12 @@ def _refuse_other_arrays(manifest: dict[str, list], abstract: Any) -> None:
         name, wanted = _path(path), [list(leaf.shape), str(leaf.dtype)]
         found = manifest.get(name, [None, None])[:2]
         if found != wanted:
-            problems.append(f"{name}: checkpoint {found[0]} {found[1]}, model {wanted[0]} {wanted[1]}")
+            problems.append(
+                f"{name}: checkpoint {found[0]} {found[1]}, model {wanted[0]} {wanted[1]}"
+            )
     if problems:
-        raise SpecError("the checkpoint is of another model:\n  " + "\n  ".join(problems))
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        raise SpecError("\n  ".join(["the checkpoint is of another model:", *problems[:5], *more]))
 
 
 def _path(path) -> str:

@@ -4,7 +4,9 @@ two marks, and a test holds the two together."""
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+import typing
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from transformer import spec
 from transformer.experiment import RunSpec
@@ -13,17 +15,16 @@ BEGIN, END = "<!-- choices: begin -->", "<!-- choices: end -->"
 
 
 def table() -> str:
-    """One section for each option that is picked by name."""
-    lines = []
+    """One section for each table that options pick from."""
+    users: dict[int, list[tuple[str, dataclasses.Field]]] = defaultdict(list)
     for path, field in _choices(RunSpec):
-        varies = ", may vary by layer" if field.metadata["per_layer"] else ""
-        default = field.default_factory()
-        lines += ["", f"**`{path}`** (default `{default}`{varies})", "", "| name | options | |"]
+        users[id(field.metadata["table"])].append((path, field))
+    lines = []
+    for fields in users.values():
+        lines += ["", "; ".join(_heading(*f) for f in fields), "", "| name | options | |"]
         lines += ["| --- | --- | --- |"]
-        for name, factory in field.metadata["table"].items():
-            given = [f"{k}={o.default!r}" for k, o in spec.options(factory).items()]
-            options = f"`{', '.join(given)}`" if given else ""
-            lines.append(f"| `{name}` | {options} | {_sentence(factory)} |")
+        for name, factory in fields[0][1].metadata["table"].items():
+            lines.append(f"| `{name}` | {_options(factory)} | {_sentence(factory)} |")
     return "\n".join(lines[1:])
 
 
@@ -41,12 +42,27 @@ def _choices(cls: type, path: str = "") -> Iterator[tuple[str, dataclasses.Field
             yield from _choices(f.type, f"{path}{f.name}.")
 
 
-def _sentence(factory) -> str:
-    """The first sentence of the docstring; a full stop inside of brackets does not end it."""
-    text = " ".join((inspect.getdoc(factory) or "").split())
-    depth = 0
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if c in ".:;" and depth == 0 and text[i + 1 : i + 2] in ("", " "):
-            return text[:i].replace("|", "\\|")
-    return text.replace("|", "\\|")
+def _heading(path: str, field: dataclasses.Field) -> str:
+    assert callable(field.default_factory)
+    varies = ", may vary by layer" if field.metadata["per_layer"] else ""
+    return f"**`{path}`** (default `{field.default_factory()}`{varies})"
+
+
+def _options(factory: Callable) -> str:
+    parts = []
+    for name, option in spec.options(factory).items():
+        among = [a for a in typing.get_args(option.type) if isinstance(a, spec.Among)]
+        names = list(among[0].table) if among else []
+        others = f" ({', '.join(names)})" if names else ""
+        parts.append(f"`{name}={option.default!r}`{others}")
+    return ", ".join(parts)
+
+
+def _sentence(factory: Callable) -> str:
+    """The first sentence of the docstring; a full stop in brackets or after "al" ends none."""
+    text = " ".join((inspect.getdoc(factory) or "").split()).replace("|", "\\|")
+    for stop in re.finditer(r"(?<!et al)[.:;](?= |$)", text):
+        sentence = text[: stop.start()]
+        if sentence.count("(") == sentence.count(")"):
+            return sentence
+    return text

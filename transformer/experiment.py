@@ -116,7 +116,9 @@ class Experiment:
         self.workdir = workdir
         self.data = feed.prepare(run.data, workdir)
         self.run = run = resolve(run, self.data.tokenizer.size)
-        self.updates = run.train.updates(run.data.packing(self.data.stream("train"), run.data.seq_len).rows, run.data)
+        self.updates = run.train.updates(
+            run.data.packing(self.data.stream("train"), run.data.seq_len).rows, run.data
+        )
         self.feed = feed.train_feed(self.data, run.data, run.train.seed)
         self.mesh = Mesh(run.mesh)
         self._refuse_batch()
@@ -214,14 +216,11 @@ class _Session:
 
     def _begin(self) -> tuple[State, int]:
         x = self.x
-        found = self.checkpoints.restore(x.birth.abstract, "latest")
+        found = self.checkpoints.restore(x.birth.abstract, "latest", self._agree)
         if found is None:
             self.meter = Meter(x.run.log.every)
             return x.birth.fresh(), 0
         step, state, record = found
-        refuse_changed(record["spec"], spec.as_dict(x.run), ignore=MAY_CHANGE)
-        if record["data_fingerprint"] != x.data.fingerprint:
-            raise SpecError(f"the data of {x.workdir} has changed since its checkpoint {step}")
         if step > x.updates:
             raise SpecError(
                 f"config.train: {x.updates} updates are asked for, {x.workdir} has done {step}"
@@ -230,6 +229,12 @@ class _Session:
         self.meter = Meter(x.run.log.every, record["tokens"], record["seconds"], step)
         self.evaluated = record["evaluated"]
         return state, step
+
+    def _agree(self, record: dict[str, Any]) -> None:
+        """SpecError if a checkpoint is of another run."""
+        refuse_changed(record["spec"], spec.as_dict(self.x.run), ignore=MAY_CHANGE)
+        if record["data_fingerprint"] != self.x.data.fingerprint:
+            raise SpecError(f"the data of {self.x.workdir} has changed since its last checkpoint")
 
     def _loop(self, state: State, start: int) -> tuple[State, str]:
         x, meter, last = self.x, self.meter, self.x.updates
@@ -288,7 +293,11 @@ class _Session:
         """The result of a run that has nothing left to do."""
         path = self.x.workdir / "result.json"
         done = result.read_json(path) if path.exists() else {}
-        return done if (done.get("exit_reason"), done.get("steps")) == ("done", self.x.updates) else None
+        return (
+            done
+            if (done.get("exit_reason"), done.get("steps")) == ("done", self.x.updates)
+            else None
+        )
 
     def _conclude(self, state: State | None, reason: str) -> dict[str, Any]:
         meter, x = self.meter, self.x

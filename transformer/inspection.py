@@ -57,8 +57,7 @@ def _layers(model: ModelSpec) -> Iterator[str]:
 
 def _parameters(boxed: Any) -> Iterator[str]:
     rows = []
-    is_box = lambda x: hasattr(x, "names")  # noqa: E731
-    for path, leaf in jax.tree.leaves_with_path(boxed, is_leaf=is_box):
+    for path, leaf in jax.tree.leaves_with_path(boxed, is_leaf=lambda x: hasattr(x, "names")):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append((name, leaf.value.shape, leaf.names, math.prod(leaf.value.shape)))
     total = sum(row[3] for row in rows)
@@ -70,4 +69,4 @@ def _parameters(boxed: Any) -> Iterator[str]:
             f"{count / total:>6.1%}  {', '.join(map(str, axes))}"
         )
     embeddings = sum(row[3] for row in rows if row[0].endswith("embedding"))
-    yield f"total {total:,} parameters, {4 * total:,} bytes in float32; {embeddings:,} in embeddings"
+    yield f"total {total:,} parameters ({embeddings:,} in embeddings), {4 * total:,} bytes"

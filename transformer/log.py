@@ -56,8 +56,11 @@ class Console(Writer):
 
     def write(self, step, split, metrics):
         if split != "train":
-            shown = [f"{n} {metrics[n]:.4f}" for n in ("loss", "perplexity", "bits_per_byte",
-                                                       "accuracy") if n in metrics]
+            shown = [
+                f"{n} {metrics[n]:.4f}"
+                for n in ("loss", "perplexity", "bits_per_byte", "accuracy")
+                if n in metrics
+            ]
             self._print(f"step {step}/{self._total} {split}: {', '.join(shown)}")
             return
         now = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"

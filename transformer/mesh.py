@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.linen import spmd
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer.spec import Choice, Count, Spec, SpecError, choice
@@ -76,7 +77,7 @@ class MeshSpec(Spec):
 class Mesh:
     """The mesh of a run with the rules of its layout."""
 
-    def __init__(self, spec: MeshSpec, devices: list[jax.Device] | None = None):
+    def __init__(self, spec: MeshSpec, devices: Any = None):
         devices = devices or jax.devices()
         self.sizes = spec.sizes(len(devices))
         shape = tuple(self.sizes[axis] for axis in AXES)
@@ -107,7 +108,7 @@ class Mesh:
     def shardings(self, boxed: Any) -> Any:
         """The sharding of every leaf of an abstract tree whose parameters carry logical axes."""
         specs = nn.get_partition_spec(boxed)
-        return nn.logical_to_mesh_sharding(specs, self.mesh, self.rules)
+        return spmd.logical_to_mesh_sharding(specs, self.mesh, self.rules)
 
     def refuse_indivisible(self, boxed_params: Any, heads: dict[str, int]) -> None:
         """SpecError for every parameter axis, and number of heads, that its mesh axis does not

@@ -87,13 +87,12 @@ class ModelSpec(Dims):
 
     @property
     def H(self) -> int:
-        return self.encoder_heads if self._own("heads") else self.heads
+        return self._sized("heads")
 
     @property
     def F(self) -> int:
         """Width of the feed-forward network, of one layer's spec."""
-        width = self.encoder_ffn_dim if self._own("ffn_dim") else self.ffn_dim
-        return width or self.ffn.at(0).factory.width(self.dim)
+        return self._sized("ffn_dim") or self.ffn.at(0).factory.width(self.dim)
 
     @property
     def masks(self) -> Choice | Cycle:
@@ -142,8 +141,9 @@ class ModelSpec(Dims):
     def build(self) -> "Transformer":
         return FAMILIES[self.family](self)
 
-    def _own(self, size: str) -> bool:
-        return self.side == "encoder" and getattr(self, f"encoder_{size}") is not None
+    def _sized(self, name: str) -> Any:
+        own = getattr(self, f"encoder_{name}") if self.side == "encoder" else None
+        return own or getattr(self, name)
 
 
 class Block(nn.Module):
@@ -153,9 +153,7 @@ class Block(nn.Module):
     cross: bool
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, where: Where, memory_BSD: Array | None, cross: Where | None
-    ) -> Array:
+    def __call__(self, x_BTD: Array, where: Where, memory_BSD: Array | None, cross: Any) -> Array:
         s = self.spec
         mix = s.mixer(s, False, name=s.mixer.name)
         sublayers = {s.mixer.name: lambda h_BTD: mix(h_BTD, h_BTD, where)}
@@ -213,9 +211,7 @@ class Stack(nn.Module):
         x_BTD = dropout(self, x_BTD, s.dropout)
         keys, slot = (text, None) if capacity is None else self._remembered(text, capacity)
         turns = {c: p.rotation(text.positions_BT) for c, p in schemes.items()}
-        biases = {
-            c: p.bias(text.positions_BT, keys.positions_BT) for c, p in schemes.items()
-        }
+        biases = {c: p.bias(text.positions_BT, keys.positions_BT) for c, p in schemes.items()}
         places = tuple(
             Where(visible(s.masks.at(i), text, keys), turns[c], biases[c], slot, capacity)
             for i in range(s.period)
@@ -224,16 +220,19 @@ class Stack(nn.Module):
         cross = self._across(text, memory, capacity) if self.cross else None
         x_BTD = self._layers(x_BTD, places, memory and memory[0], cross)
         last = s.layer(s.L - 1)
-        return last.norm(s, name="final_norm")(x_BTD) if last.placement.factory.final_norm else x_BTD
+        return (
+            last.norm(s, name="final_norm")(x_BTD) if last.placement.factory.final_norm else x_BTD
+        )
 
     def _layers(self, x_BTD, places, memory_BSD, cross):
         s = self.spec
         if s.scanned:
+            everywhere: Any = nn.broadcast
             scan = nn.scan(
                 self._remat(Period),
                 variable_axes={"params": 0, "cache": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
+                in_axes=everywhere,
                 length=s.scanned,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
@@ -245,8 +244,10 @@ class Stack(nn.Module):
 
     def _remat(self, module):
         policy = REMATS[self.spec.remat]
-        return module if policy is None else nn.remat(
-            module, policy=policy, prevent_cse=not self.spec.scan
+        return (
+            module
+            if policy is None
+            else nn.remat(module, policy=policy, prevent_cse=not self.spec.scan)
         )
 
     def _remembered(self, text: Tokens, capacity: int) -> tuple[Tokens, Array]:
@@ -346,6 +347,7 @@ def unstack(params: dict[str, Any]) -> dict[str, Any]:
     out = {}
     flat = traverse_util.flatten_dict(params)
     period = 1 + max((int(p[p.index("blocks") + 1][6:]) for p in flat if "blocks" in p), default=0)
+    leaf: Any
     for path, leaf in flat.items():
         if "blocks" not in path:
             out[path] = leaf

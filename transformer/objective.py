@@ -53,7 +53,9 @@ class CausalLM:
     def example(self, batch: Batch, model: ModelSpec, key: Array) -> Example:
         """The shifted inputs and targets; `key` is for objectives that draw."""
         text = Tokens(batch["tokens"], batch["segments"], batch["positions"])
-        now, then = (jax.tree.map(lambda a, i=i: a[:, i : a.shape[1] - 1 + i], text) for i in (0, 1))
+        now, then = (
+            jax.tree.map(lambda a, i=i: a[:, i : a.shape[1] - 1 + i], text) for i in (0, 1)
+        )
         counts = (now.segments_BT == then.segments_BT) & (then.segments_BT > 0)
         for mask in model.masks.entries:
             counts &= ~mask(now.positions_BT, then.positions_BT)

@@ -17,7 +17,12 @@ from optax import contrib
 from transformer.spec import Choice, Fraction, Natural, NonNegative, Positive, Rate
 
 Schedule = Callable[[Any], Any]
-RANKS = {"kernel": 2, "embedding": 2, "bias": 1, "scale": 1}  # of a parameter by its name; a leading
+RANKS = {
+    "kernel": 2,
+    "embedding": 2,
+    "bias": 1,
+    "scale": 1,
+}  # of a parameter by its name; a leading
 # axis more is that of the layers of a scan
 
 
@@ -160,7 +165,7 @@ def muon(
     weight_decay: NonNegative = 0.01,
 ) -> optax.GradientTransformation:
     """Momentum made orthogonal by Newton-Schulz steps (Jordan et al. 2024), scaled by
-    sqrt(max(1, out / in)), for the matrices of the layers; Adam (with the same Nesterov momentum) at
+    sqrt(max(1, out / in)), for the matrices of the layers; Adam (with Nesterov momentum too) at
     `adam_ratio` times the learning rate for embeddings, output head, biases and norms."""
     direction = contrib.muon(
         1.0,

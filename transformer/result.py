@@ -44,7 +44,11 @@ def provenance() -> dict[str, Any]:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None

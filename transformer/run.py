@@ -21,7 +21,7 @@ SCORE_BUCKET = 64  # lengths of scored texts are padded to a multiple
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Attributes: `spec`, the resolved RunSpec; `params`; `tokenizer`; `model`, the linen module."""
+    """Attributes: `spec`, the resolved RunSpec; `params`; `tokenizer`; `step` of the checkpoint."""
 
     spec: Any
     params: Any
@@ -122,11 +122,13 @@ def _array(mask) -> Array | None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(spec: ModelSpec, params: Any, text: Tokens, source: Tokens | None) -> Array:
-    return spec.build().apply({"params": params}, text, source)
+    logits_BTV: Any = spec.build().apply({"params": params}, text, source)
+    return logits_BTV
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _target_logprobs(spec: ModelSpec, params: Any, ids_BT: Array, real_BT: Array) -> Array:
     text = Tokens.of(ids_BT[:, :-1], real_BT[:, :-1])
-    logprobs_BTV = jax.nn.log_softmax(spec.build().apply({"params": params}, text), -1)
+    logits_BTV: Any = spec.build().apply({"params": params}, text)
+    logprobs_BTV = jax.nn.log_softmax(logits_BTV, -1)
     return jnp.take_along_axis(logprobs_BTV, ids_BT[:, 1:, None], -1)[..., 0]

@@ -74,8 +74,9 @@ def _state(params: Any, tx: optax.GradientTransformation) -> State:
     return State(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
-def _shardings(shapes: State, of_params: Any, mesh: Mesh) -> State:
-    """Optimizer leaves that mirror a parameter (same path, same shape) live where it lives."""
+def _shardings(shapes: State, of_params: Any, mesh: Mesh) -> Any:
+    """A State of shardings. Optimizer leaves that mirror a parameter (same path, same shape) live
+    where it lives."""
     params = {
         path: (leaf.shape, sharding)
         for (path, leaf), sharding in zip(
@@ -85,9 +86,9 @@ def _shardings(shapes: State, of_params: Any, mesh: Mesh) -> State:
 
     def place(path, leaf):
         mirrored = (params.get(path[i:]) for i in range(len(path)))
-        return next((s for shape, s in filter(None, mirrored) if shape == leaf.shape),
-                    mesh.replicated)
+        return next(
+            (s for shape, s in filter(None, mirrored) if shape == leaf.shape), mesh.replicated
+        )
 
-    return State(
-        mesh.replicated, of_params, jax.tree.map_with_path(place, shapes.opt_state)
-    )
+    step: Any = mesh.replicated
+    return State(step, of_params, jax.tree.map_with_path(place, shapes.opt_state))

@@ -72,12 +72,15 @@ def train_step(
         sums["update_norm"] = (optax.tree.norm(updates), one)
         return State(state.step + 1, params, opt_state), sums
 
-    return _on(mesh, jax.jit(
-        update,
-        in_shardings=(shardings, mesh.rows),
-        out_shardings=(shardings, mesh.replicated),
-        donate_argnums=0,
-    ))
+    return _on(
+        mesh,
+        jax.jit(
+            update,
+            in_shardings=(shardings, mesh.rows),
+            out_shardings=(shardings, mesh.replicated),
+            donate_argnums=0,
+        ),
+    )
 
 
 def eval_step(
@@ -91,9 +94,10 @@ def eval_step(
         logits = model.apply({"params": params}, example.text, example.source)
         return objective.sums(logits, example, bytes_V)
 
-    return _on(mesh, jax.jit(
-        evaluate, in_shardings=(params_sharding, mesh.rows), out_shardings=mesh.replicated
-    ))
+    return _on(
+        mesh,
+        jax.jit(evaluate, in_shardings=(params_sharding, mesh.rows), out_shardings=mesh.replicated),
+    )
 
 
 def _split(a: Array, parts: int) -> Array:

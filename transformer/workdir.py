@@ -29,14 +29,11 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
     return _restored(run, workdir, step, tokenizer)
 
 
-def evaluate_run(
-    workdir: str | Path, step: int | str, split: str, run: RunSpec | None = None
-) -> dict[str, Any]:
+def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec) -> dict[str, Any]:
     """Metrics of a run on a whole split, on all devices. `run` may differ from the stored one in
     its data section; other data is tokenised beside that of the training."""
     workdir = Path(workdir).expanduser().absolute()
     was = spec.parse(RunSpec, stored(workdir))
-    run = run or was
     if run.model != was.model:
         raise SpecError("config.model: an evaluation takes the model as it was trained")
     tokenizer = _tokenizer(workdir)
@@ -61,7 +58,7 @@ def _restored(run: RunSpec, workdir: Path, step: int | str, tokenizer: Tokenizer
     which = int(step) if str(step).isdigit() else step
     if which not in ("latest", "best") and not isinstance(which, int):
         raise SpecError(f"--step={step}: must be a number, latest or best")
-    store = checkpoint.Checkpoints(workdir / "checkpoints", run.checkpoint)
+    store = Checkpoints(workdir / "checkpoints", run.checkpoint)
     abstract = abstract_params(run.model)
     found, params = store.restore_params(abstract, which)
     return Run(run, params, tokenizer, found)

@@ -233,9 +233,7 @@ def test_tfds_fingerprint_follows_the_content(tmp_path):
     prints = []
     for name, poems in [("1", POEMS), ("2", POEMS), ("3", POEMS | {"train": ["other"] * 20})]:
         prepare_poems(tmp_path / name, poems)
-        prints.append(
-            make(f"tfds(name='tiny_poem', data_dir='{tmp_path / name}')").fingerprint()
-        )
+        prints.append(make(f"tfds(name='tiny_poem', data_dir='{tmp_path / name}')").fingerprint())
     assert prints[0] == prints[1] != prints[2]
 
 

@@ -157,7 +157,9 @@ class _Prepared:
         self.name, self.key = name, key
         # A name with a namespace ("huggingface:…") would send tfds to the network, with retries.
         if not re.fullmatch(r"\w+(/[\w.\-]+)*(:\d+\.\d+\.\d+)?", name):
-            raise SpecError(f"tfds: name must be one of the catalogue, such as 'lm1b', got {name!r}")
+            raise SpecError(
+                f"tfds: name must be one of the catalogue, such as 'lm1b', got {name!r}"
+            )
         directory = str(Path(data_dir).expanduser().absolute()) if data_dir else None
         place = directory or str(constants.DATA_DIR)
         try:

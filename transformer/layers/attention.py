@@ -7,13 +7,14 @@ Everything that depends on place (who may look at whom, rotation, bias, cache sl
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from transformer.layers.base import Array, Dense, Dims, Tokens, constrain, dropout
+from transformer.layers.base import Array, Dense, Tokens, constrain, dropout
 from transformer.layers.position import Rotation
 
 
@@ -78,7 +79,7 @@ class Attention(nn.Module):
     when it is None.
     """
 
-    spec: Dims
+    spec: Any  # the ModelSpec of the layer
     cross: bool
 
     @nn.compact
@@ -87,7 +88,10 @@ class Attention(nn.Module):
         q_BHTK = self._heads("query", s.H, s.K, x_BTD)
         keys = None
         if memory_BSD is not None:
-            keys = self._heads("key", s.G, s.K, memory_BSD), self._heads("value", s.G, s.W, memory_BSD)
+            keys = (
+                self._heads("key", s.G, s.K, memory_BSD),
+                self._heads("value", s.G, s.W, memory_BSD),
+            )
         if where.rotation is not None:
             assert keys is not None
             q_BHTK, keys = where.rotation(q_BHTK), (where.rotation(keys[0]), keys[1])
@@ -113,6 +117,7 @@ class Attention(nn.Module):
             return tuple(self.get_variable("cache", name) for name in names)
         for name, a in zip(names, new, strict=True):
             if not self.cross:
+                assert where.slot is not None
                 shape = (*a.shape[:2], where.capacity, a.shape[3])
                 slots = self.variable("cache", name, jnp.zeros, shape, a.dtype).value
                 a = jax.lax.dynamic_update_slice_in_dim(slots, a, where.slot, axis=2)

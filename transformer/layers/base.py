@@ -15,13 +15,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.linen import spmd
 
 from transformer.spec import Choice, Count, Positive, Rate, Spec, choice, context
 
@@ -54,7 +55,7 @@ def xavier(
     return _scaled(spec, role, "fan_avg", distribution)
 
 
-def _scaled(spec: "Dims", role: str, mode: str, distribution: str) -> Initializer:
+def _scaled(spec: "Dims", role: str, mode: Any, distribution: Any) -> Initializer:
     if role == "embedding":
         return nn.initializers.normal(spec.dim**-0.5)
     return nn.initializers.variance_scaling(spec.gain(role) ** 2, mode, distribution)
@@ -106,6 +107,16 @@ class Dims(Spec):
         return self.depth
 
     @property
+    def depths(self) -> tuple[int, int]:
+        """Layers of the encoder and of the decoder."""
+        return 0, self.depth
+
+    @property
+    def F(self) -> int:
+        """Width of the feed-forward network."""
+        return self.ffn_dim or 4 * self.dim
+
+    @property
     def D(self) -> int:
         return self.dim
 
@@ -147,9 +158,12 @@ class Tokens:
 # --------------------------------------------------------------------------------- parameters
 
 
-def parameter(module: nn.Module, name: str, init: Initializer, axes: tuple[str, ...], shape):
+def parameter(
+    module: nn.Module, name: str, init: Initializer, axes: tuple[str, ...], shape: tuple[int, ...]
+) -> Array:
     """A float32 parameter of `module` that carries its logical axis names."""
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+    boxed: Any = nn.with_logical_partitioning(init, axes)
+    return module.param(name, boxed, shape, jnp.float32)
 
 
 class Dense(nn.Module):
@@ -199,7 +213,7 @@ def last(v: Array, x: Array) -> Array:
 
 def constrain(x: Array, *axes: str | None) -> Array:
     """Names the axes of an activation; the layout in force says where they are split."""
-    return nn.with_logical_constraint(x, axes)
+    return spmd.with_logical_constraint(x, axes)
 
 
 # ------------------------------------------------------------------------------------ dropout

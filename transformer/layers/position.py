@@ -84,7 +84,9 @@ class Sinusoidal(Position):
     def embed(self, x_BTD, positions_BT):
         channel = np.arange(self.spec.D)
         frequency = self.base ** (-2.0 * (channel // 2) / self.spec.D)
-        angle = positions_BT[..., None].astype(jnp.float32) * np.float32(frequency)[None, None]
+        angle = (
+            positions_BT[..., None].astype(jnp.float32) * frequency.astype(np.float32)[None, None]
+        )
         odd = np.broadcast_to(channel % 2 == 1, angle.shape)
         return x_BTD + jnp.where(odd, jnp.cos(angle), jnp.sin(angle)).astype(x_BTD.dtype)
 
@@ -102,11 +104,11 @@ class Rope(Position):
     @staticmethod
     def rules(spec: Dims, theta, fraction, interleaved) -> Iterator[str]:
         if spec.K * fraction % 2:
-            yield f"turns pairs of channels, and head_dim={spec.K} * fraction={fraction} is not even"
+            yield f"turns channels in pairs; head_dim={spec.K} * fraction={fraction} is not even"
 
     def rotation(self, positions_BT):
         pairs = int(self.spec.K * self.fraction) // 2
-        frequency = np.float32(self.theta ** (-np.arange(pairs) / pairs))
+        frequency = (self.theta ** (-np.arange(pairs) / pairs)).astype(np.float32)
         angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
         return Rotation(jnp.sin(angle), jnp.cos(angle), self.interleaved)
 
@@ -116,7 +118,7 @@ class Alibi(Position):
     rule for any number of heads; symmetric where a query may look ahead."""
 
     def bias(self, positions_BT, positions_BS):
-        slopes_H = np.float32(alibi_slopes(self.spec.H))
+        slopes_H = np.array(alibi_slopes(self.spec.H), np.float32)
         distance = jnp.abs(positions_BT[:, None, :, None] - positions_BS[:, None, None, :])
         return -slopes_H[None, :, None, None] * distance.astype(jnp.float32)
 

@@ -5,6 +5,8 @@ A placement owns its rule for initialisation (`gain`) and says whether the stack
 (`final_norm`). To add one, write a subclass of Placement and give it a line in PLACEMENTS.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -116,7 +118,11 @@ def sequential(x_BTD: Array, around: Callable[[str], Placement], sublayers: dict
 def parallel(x_BTD: Array, around: Callable[[str], Placement], sublayers: dict[str, Sublayer]):
     """All sublayers on the same input, summed into one residual (Wang & Komatsuzaki 2021, GPT-J;
     PaLM)."""
-    return around("block")(x_BTD, lambda h_BTD: sum(f(h_BTD) for f in sublayers.values()))
+
+    def together(h_BTD: Array) -> Array:
+        return functools.reduce(operator.add, (f(h_BTD) for f in sublayers.values()))
+
+    return around("block")(x_BTD, together)
 
 
 ORDERS = {"sequential": sequential, "parallel": parallel}
