@@ -17,12 +17,12 @@ def get_config():
     c.data.batch_size = 16
     c.data.seq_len = 128
 
-    c.optimizer = "adamw(b2=0.98, weight_decay=0.1)"
-    c.schedule = "cosine(peak=3e-3, warmup=50)"
-    c.train.steps = 600
+    c.optimizer = "muon"
+    c.schedule = "cosine(peak=2e-2, warmup=20)"
+    c.train.steps = 500
 
-    c.eval.every = 200
+    c.eval.every = 250
     c.eval.sample = 120
     c.eval.prompt = "ROMEO.\n"
-    c.checkpoint.every = 200
+    c.checkpoint.every = 250
     return c

@@ -15,6 +15,7 @@ os.environ["XLA_FLAGS"] = (
 
 import jax  # noqa: E402
 import optax  # noqa: E402
+import pytest  # noqa: E402
 from absl import logging  # noqa: E402
 
 # Compiled programs outlive the run; XDG_CACHE_HOME is where such things belong.
@@ -22,6 +23,7 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path(tempfile.gettempdir(), "cach
 
 jax.config.update("jax_compilation_cache_dir", str(_CACHE / "transformer-lab" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_disable_most_optimizations", True)  # compiles tiny programs in half the time
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 logging.set_verbosity(logging.ERROR)
@@ -40,3 +42,13 @@ def _new_transformation(cls, init, update):
 
 
 optax.GradientTransformation.__new__ = _new_transformation
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """The working directory of a finished tiny run; to be read only."""
+    import tiny_run  # late: it imports the whole package
+
+    workdir = tmp_path_factory.mktemp("trained")
+    tiny_run.run(workdir)
+    return workdir

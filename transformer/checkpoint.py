@@ -5,8 +5,11 @@ Each step is a directory with the state and a record (JSON): what else a run nee
 manifest with shape, dtype and checksum of every array, since a flipped bit would load in silence.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import math
 import sys
 import zlib
@@ -17,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
 from transformer.spec import Count, Spec, SpecError
 
@@ -39,39 +41,55 @@ class Damaged(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Reading creates and changes nothing."""
+    """The checkpoints of one directory. Reading creates and changes nothing in it."""
 
     def __init__(self, directory: Path, spec: CheckpointSpec):
         self.directory, self._spec = Path(directory).expanduser().absolute(), spec
         self._orbax: ocp.CheckpointManager | None = None
-        self._saved = -1
-        self._broken: list[int] = []
+        self._saved = -1  # the step that was last saved or restored
+        self._broken: list[int] = []  # steps above it that cannot be read
+        self._metrics: dict[int, float] = {}  # finite ones, of the checkpoints there are
 
     def steps(self) -> list[int]:
         """Steps with a directory, oldest first; whether they can be read is another matter."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        found = (p for p in self.directory.iterdir() if p.name.isdigit() and p.is_dir())
+        return sorted(int(p.name) for p in found)
 
-    def save(self, step: int, state: Any, record: dict, metric: float | None = None) -> None:
+    def best_step(self) -> int | None:
+        """The step with the lowest metric, the first of them if several have it."""
+        metrics = self._read_metrics()
+        return min(metrics, key=lambda n: (metrics[n], n), default=None)
+
+    def save(self, step: int, state: Any, record: dict, metric: float | None = None) -> bool:
         """Starts writing the state (a tree of arrays) and the record of a step, and returns once
-        the arrays may be overwritten. A metric that is not finite never counts as best. Raises
-        OSError if this checkpoint, or the one before it, cannot be written."""
+        the arrays may be overwritten; False if that step was just saved or restored. A metric that
+        is not finite never counts as best. SpecError for a step below the newest; OSError if this
+        checkpoint, or the one before it, cannot be written."""
         if step == self._saved:
-            return
-        metric = metric if metric is not None and math.isfinite(metric) else None
+            return False
+        self.wait()
+        manager = self._manager()
+        if (newest := manager.latest_step()) is not None and step <= newest:
+            raise SpecError(
+                f"{self.directory}: step {step} is not above the newest there, {newest}"
+            )
+        metric = float(metric) if metric is not None and math.isfinite(metric) else None
         record = {**record, "step": step, "metric": metric, "manifest": _manifest(state)}
         record["checksum"] = _checksum(record)
+        if metric is not None:
+            self._metrics[step] = metric
         with self._writing(step):
-            done = self._manager().save(
+            done = manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
                 ),
-                metrics=None if metric is None else {"metric": metric},
             )
-        assert done, f"step {step} is not above the newest checkpoint, {self.steps()[-1]}"
+        assert done
         self._saved = step
+        return True
 
     def restore(
         self, abstract: Any, which: Which, agree: Callable[[dict], None] = lambda record: None
@@ -123,23 +141,33 @@ class Checkpoints:
         if self._orbax is not None:
             self._orbax.close()
 
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """Orbax asks which of its checkpoints, oldest first, to keep once a save is complete.
+        Directories that merely have a number are not ours to remove."""
+        del context
+        ours = [c.step for c in checkpoints if self._is_ours(c.step)]
+        keep = set(ours[-self._spec.keep :])
+        metrics = {n: m for n, m in self._metrics.items() if n in ours}
+        if self._spec.best is not None and metrics:
+            keep.add(min(metrics, key=lambda n: (metrics[n], n)))
+        return [c.step in keep or c.step not in ours for c in checkpoints]
+
+    def _is_ours(self, step: int) -> bool:
+        parts = ("state", "record", "_CHECKPOINT_METADATA")  # a kill may have left any one of them
+        folder = self.directory / str(step)
+        return not folder.exists() or any((folder / part).exists() for part in parts)
+
     def _manager(self) -> ocp.CheckpointManager:
         """Made with the first save, when damaged steps are moved out of its way."""
         if self._orbax is None:
+            _hush_orbax()
             for step in self._broken:
-                (self.directory / str(step)).rename(self._free_name(f"damaged-{step}"))
-            keep: list[Any] = [policies.LatestN(self._spec.keep)]
-            if self._spec.best is not None:
-                keep.append(
-                    policies.BestN(
-                        get_metric_fn=lambda m: -m["metric"],
-                        n=1,
-                        keep_checkpoints_without_metrics=False,
-                    )
-                )
+                aside = self._free_name(f"damaged-{step}")
+                (self.directory / str(step)).rename(aside)
+                print(f"moved {self.directory / str(step)} to {aside.name}", file=sys.stderr)
+            self._broken, self._metrics = [], self._read_metrics()
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy(keep),
-                cleanup_tmp_directories=True,
+                preservation_policy=self, cleanup_tmp_directories=True
             )
             self._orbax = ocp.CheckpointManager(self.directory, options=options)
         return self._orbax
@@ -151,19 +179,20 @@ class Checkpoints:
     def _find(self, which: Which) -> int:
         steps = self.steps()
         if which == "best":
-            metrics = {n: m for n in steps if (m := self._metric(n)) is not None}
-            if not metrics:
+            if (best := self.best_step()) is None:
                 raise SpecError(f"{self.directory}: no checkpoint has a metric to be best by")
-            return min(metrics, key=lambda n: (metrics[n], n))
+            return best
         if which not in steps:
             raise SpecError(f"{self.directory}: has no step {which!r} (there are: {steps})")
         return int(which)
 
-    def _metric(self, step: int) -> float | None:
-        try:
-            return self._record(step)["metric"]
-        except Damaged:
-            return None
+    def _read_metrics(self) -> dict[int, float]:
+        metrics = {}
+        for step in self.steps():
+            with contextlib.suppress(Damaged):
+                if (metric := self._record(step)["metric"]) is not None:
+                    metrics[step] = metric
+        return metrics
 
     def _intact(
         self, step: int, abstract: Any, agree: Callable[[dict], None]
@@ -172,8 +201,16 @@ class Checkpoints:
         agree(record)
         manifest = record.pop("manifest")
         _refuse_other_arrays(manifest, abstract)
+        state = self._arrays(step, abstract)
+        wrong = [p for p, entry in _manifest(state).items() if entry != manifest[p]]
+        if wrong:
+            raise Damaged(f"checksum of {wrong[0]}" + (" and others" if wrong[1:] else ""))
+        return step, state, record
+
+    def _arrays(self, step: int, abstract: Any) -> Any:
+        _hush_orbax()
         try:
-            state = ocp.PyTreeCheckpointer().restore(
+            return ocp.PyTreeCheckpointer().restore(
                 self.directory / str(step) / "state",
                 args=ocp.args.PyTreeRestore(
                     item=abstract,
@@ -182,11 +219,7 @@ class Checkpoints:
                 ),
             )
         except Exception as e:  # whatever Orbax makes of damaged files
-            raise Damaged(f"{type(e).__name__}: {str(e).splitlines()[0][:200]}") from None
-        wrong = [p for p, entry in _manifest(state).items() if entry != manifest[p]]
-        if wrong:
-            raise Damaged(f"checksum of {wrong[0]}" + (" and others" if wrong[1:] else ""))
-        return step, state, record
+            raise Damaged(f"its arrays cannot be read: {_brief(e)}") from None
 
     def _record(self, step: int) -> dict[str, Any]:
         path = self.directory / str(step) / "record"
@@ -201,23 +234,40 @@ class Checkpoints:
             raise Damaged("checksum of its record")
         return record
 
-    def _writing(self, step: int):
-        return _Writing(f"checkpoint of step {step} in {self.directory}")
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Names the checkpoint in whatever goes wrong while it is written, and forgets it."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as e:
+            self._orbax, self._saved = None, -1  # the next save begins with what is on disk
+            raise OSError(
+                f"checkpoint of step {step} in {self.directory}: cannot be written: {_brief(e)}"
+            ) from e
 
 
-class _Writing:
-    """Names the checkpoint in whatever goes wrong while it is written."""
+@functools.cache
+def _hush_orbax() -> None:
+    """What Orbax raises is reported here, in one line. It also logs the traceback, and leaves
+    coroutines behind that print theirs, in hundreds of lines, whenever they are collected."""
+    logging.getLogger("absl").addFilter(lambda entry: "orbax" not in entry.pathname)
+    report = sys.unraisablehook
 
-    def __init__(self, what: str):
-        self._what = what
+    def report_others(late):
+        code = getattr(late.object, "cr_code", None)
+        of_orbax = code is not None and "orbax" in code.co_filename
+        if not of_orbax and str(late.exc_value) != "Event loop is closed":
+            report(late)
 
-    def __enter__(self):
-        return self
+    sys.unraisablehook = report_others
 
-    def __exit__(self, kind, error, _):
-        if isinstance(error, (OSError, ValueError)):
-            reason = str(error).splitlines()[0][:300]
-            raise OSError(f"{self._what}: cannot be written: {reason}") from error
+
+def _brief(error: Exception) -> str:
+    """The first line of an error; of a long one of TensorStore the beginning, and the end if that
+    is what the operating system said."""
+    line = next(iter(str(error).splitlines()), type(error).__name__).split(". See full")[0]
+    end = f" … {line[-160:]}" if "os_error_code" in line[-40:] else ""
+    return line if len(line) < 300 else f"{line[:120]}{end}"
 
 
 def refuse_changed(old: dict, new: dict, ignore: Collection[str]) -> None:

@@ -7,6 +7,7 @@ stay Python literals or text until `spec.parse` judges them all at once.
 
 import contextlib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -88,10 +90,19 @@ def main(function: Callable[..., int | None], config: Config | None = None) -> N
     Unknown flags, a broken config and a SpecError out of `function` end the program with code 2
     and nothing but the message on stderr; any other exception is a fault and keeps its traceback.
     """
+    _keep_compiled()
     app.run(
         lambda arguments: _refusing(function, *arguments),
         flags_parser=lambda argv: _refusing(_read, function, config, argv),
     )
+
+
+def _keep_compiled() -> None:
+    """Keeps compiled programs for the next process, unless the user has said where."""
+    if jax.config.jax_compilation_cache_dir is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(home / "transformer-lab" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def load(argument: str) -> Mapping | ConfigDict:

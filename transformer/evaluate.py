@@ -28,7 +28,7 @@ def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """sum / weight of each metric (0 where nothing counted), `tokens`, the number of targets that
     counted, and `perplexity`, exp of the unsmoothed nll."""
     out = {name: value / weight if weight else 0.0 for name, (value, weight) in totals.items()}
-    out["tokens"] = totals["loss"][1]
+    out["tokens"] = round(totals["loss"][1])
     out["perplexity"] = math.exp(min(out["nll"], 700.0)) if not math.isnan(out["nll"]) else math.nan
     return out
 

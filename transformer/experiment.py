@@ -6,6 +6,7 @@ in a fixed order (log, evaluate, sample, checkpoint), then a look at whether a s
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from ml_collections import ConfigDict
 
 from transformer import optim, result, spec
 from transformer.checkpoint import Checkpoints, CheckpointSpec, refuse_changed
-from transformer.data import feed
+from transformer.data import feed, tokens
 from transformer.evaluate import evaluate
+from transformer.generate import refuse_lengths
 from transformer.log import LogSpec, Writers
 from transformer.mesh import Mesh, MeshSpec
 from transformer.meter import Meter, NumericalFailure
@@ -71,6 +73,10 @@ class EvalSpec(Spec):
     sample: Natural = 0  # tokens of sample text after each evaluation
     prompt: str = ""  # what the sample continues
 
+    def rules(self) -> Iterator[str]:
+        if self.split == "train":
+            yield "split=train: its lines are those of the updates; eval.py --split=train evaluates it"
+
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec(Spec):
@@ -95,6 +101,9 @@ class RunSpec(Spec):
                 f"data.batch_size={self.data.batch_size}: not a multiple of "
                 f"train.accumulate={self.train.accumulate}"
             )
+        best, known = self.checkpoint.best, self.objective.factory.lower_is_better
+        if best is not None and best not in known:
+            yield f"checkpoint.best={best}: {spec.unknown(best, known, 'metric')}"
         warmup, steps = self.schedule.options.get("warmup", 0), self.train.steps
         if steps is not None and warmup > steps:
             yield f"schedule={self.schedule}: warmup={warmup} is longer than train.steps={steps}"
@@ -122,6 +131,7 @@ class Experiment:
         self.feed = feed.train_feed(self.data, run.data, run.train.seed)
         self.mesh = Mesh(run.mesh)
         self._refuse_batch()
+        self._refuse_evaluation()
         self.tx, self.schedule = optim.build(
             run.optimizer, run.schedule, self.updates, run.model.dim, run.train.clip
         )
@@ -162,6 +172,18 @@ class Experiment:
             )
 
 
+    def _refuse_evaluation(self):
+        """What else would come to light at the first evaluation only."""
+        run = self.run
+        try:
+            self.data.stream(run.eval.split)
+            if run.eval.sample:
+                prompt = self.data.tokenizer.encode(run.eval.prompt)
+                refuse_lengths(run.model, [1 + len(prompt)], run.eval.sample)
+        except SpecError as e:
+            raise SpecError(f"config.eval: {e}") from None
+
+
 def resolve(run: RunSpec, vocab: int) -> RunSpec:
     """The run with what the data decides filled in: model.vocab and, for positions that need it,
     model.max_len."""
@@ -181,13 +203,27 @@ def train(config: Mapping[str, Any] | RunSpec, workdir: str | Path) -> dict[str,
     """
     run = config if isinstance(config, RunSpec) else spec.parse(RunSpec, config)
     workdir = Path(workdir).expanduser().absolute()
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise SpecError(f"--workdir={workdir}: cannot be made ({e.strerror})") from None
+    _refuse_workdir(workdir, run)
     with Stop() as stop:
         x = Experiment(run, workdir)
         return _Session(x, stop).go()
+
+
+def _refuse_workdir(workdir: Path, run: RunSpec) -> None:
+    """SpecError if nothing can be written there, or if it holds another run: before its data and
+    tokenizer are touched. What the data decides is compared later, with the checkpoint."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=workdir).close()
+    except OSError as e:
+        raise SpecError(f"--workdir={workdir}: cannot be written to ({e.strerror})") from None
+    if not Checkpoints(workdir / "checkpoints", run.checkpoint).steps():
+        return
+    try:
+        was = result.read_json(workdir / "config.json")
+    except SpecError:
+        return  # the checkpoint knows as well, and the file will be written anew
+    refuse_changed(was, spec.as_dict(run), ignore=(*MAY_CHANGE, "model.vocab", "model.max_len"))
 
 
 class _Session:
@@ -204,6 +240,7 @@ class _Session:
         if start == self.x.updates and (done := self._finished()):
             return done
         result.write_json(self.x.workdir / "config.json", spec.as_dict(self.x.run))
+        tokens.save(self.x.data.tokenizer, self.x.workdir / "tokenizer.json")
         self.writer = Writers(self.x.run.log, self.x.workdir, start, self.x.updates)
         try:
             state, reason = self._loop(state, start)
@@ -227,6 +264,7 @@ class _Session:
             )
         x.feed.set_state(record["data"])
         self.meter = Meter(x.run.log.every, record["tokens"], record["seconds"], step)
+        self.meter.last, self.validation = record["metrics"]
         self.evaluated = record["evaluated"]
         return state, step
 
@@ -285,6 +323,7 @@ class _Session:
                 "tokens": self.meter.tokens,
                 "seconds": self.meter.seconds,
                 "evaluated": self.evaluated,
+                "metrics": [result.finite(self.meter.last), result.finite(self.validation)],
                 **result.provenance(),
             }
             self.checkpoints.save(step, state, record, metric)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -37,11 +38,15 @@ class Writer:
 
 class Console(Writer):
     """A progress line on stderr with loss, speed and time left; evaluations and samples stand above
-    it. Where stderr is no terminal, plain lines every few seconds."""
+    it. Where stderr is no terminal, plain lines every few seconds, without control characters."""
 
     def __init__(self, workdir: Path, start: int, total: int):
-        self._terminal = Terminal(stderr=True)
-        self._total, self._last = total, 0.0
+        # Left to itself, rich would obey variables that make pipes pass for terminals.
+        self._terminal = Terminal(
+            stderr=True, force_terminal=None if sys.stderr.isatty() else False
+        )
+        self._total, self._last = total, -math.inf
+        self._begun: tuple[float, int] | None = None  # time and step of the first line
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -49,6 +54,7 @@ class Console(Writer):
             TextColumn("{task.fields[now]}"),
             TimeRemainingColumn(),
             console=self._terminal,
+            refresh_per_second=2,
             disable=not self._terminal.is_terminal,
         )
         self._task = self._bar.add_task("training", total=total, completed=start, now="")
@@ -63,11 +69,12 @@ class Console(Writer):
             ]
             self._print(f"step {step}/{self._total} {split}: {', '.join(shown)}")
             return
-        now = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
-        self._bar.update(self._task, completed=step, now=now)
-        if self._bar.disable and time.monotonic() - self._last > QUIET:
+        forms = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
+        now = [form.format(metrics[n]) for n, form in forms.items() if n in metrics]
+        self._bar.update(self._task, completed=step, now=", ".join(now))
+        if self._bar.disable and time.monotonic() - self._last >= QUIET:
             self._last = time.monotonic()
-            self._print(f"step {step}/{self._total}: {now}")
+            self._print(f"step {step}/{self._total}: {', '.join(now + self._left(step))}")
 
     def text(self, step, name, text):
         self._print(f"{name} at step {step}:\n{text}\n")
@@ -75,9 +82,19 @@ class Console(Writer):
     def close(self):
         self._bar.stop()
 
+    def _left(self, step: int) -> list[str]:
+        """The time left at the pace since the first line, which also paid for compilation."""
+        if self._begun is None:
+            self._begun = time.monotonic(), step
+        time_0, step_0 = self._begun
+        if step == step_0:
+            return []
+        pace = (time.monotonic() - time_0) / (step - step_0)
+        return [f"{timedelta(seconds=round(pace * (self._total - step)))} left"]
+
     def _print(self, line: str) -> None:
         # Text of a model may hold anything: no markup, and control characters made visible.
-        line = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in line)
+        line = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in line)
         self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -88,13 +105,13 @@ class Jsonl(Writer):
     def __init__(self, workdir: Path, start: int, total: int):
         path = workdir / "metrics.jsonl"
         kept = [line for line in _lines(path) if line["step"] <= start]
-        part = path.with_name(".metrics.jsonl.part")
+        part = path.with_name(".metrics.jsonl.part")  # replaced as a whole, or not at all
         part.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(part, path)
         self._file = path.open("a")
 
     def write(self, step, split, metrics):
-        values = {n: v if math.isfinite(v) else None for n, v in metrics.items()}
+        values = {n: _number(v) for n, v in metrics.items()}
         line = {"step": step, "split": split, **values}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
@@ -110,9 +127,8 @@ class TensorBoard(Writer):
         # Takes a third of a second to import, for this writer only.
         from tensorboardX import SummaryWriter
 
-        self._events = SummaryWriter(
-            str(workdir / "tensorboard"), purge_step=start + 1 if start else None
-        )
+        # TensorBoard then hides what an earlier part of the run wrote from that step on.
+        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
     def write(self, step, split, metrics):
         for name, value in metrics.items():
@@ -133,7 +149,7 @@ class Samples(Writer):
 
     def text(self, step, name, text):
         self._folder.mkdir(exist_ok=True)
-        (self._folder / f"{name}-{step}.txt").write_text(text + "\n")
+        (self._folder / f"{name}-{step}.txt").write_text(text + "\n", "utf-8")
 
 
 WRITERS = {"console": Console, "jsonl": Jsonl, "tensorboard": TensorBoard, "samples": Samples}
@@ -166,12 +182,22 @@ class Writers(Writer):
             writer.close()
 
 
+def _number(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(value)
+
+
 def _lines(path: Path) -> list[dict]:
     """What is in the file; a last line that a kill cut off is left out."""
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            lines.append(json.loads(line))
+            line = json.loads(text)
         except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+        else:
             print(f"{path}: a damaged line is dropped", file=sys.stderr)
     return lines

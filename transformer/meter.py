@@ -13,7 +13,7 @@ from transformer.objective import Sums
 
 
 class NumericalFailure(ArithmeticError):
-    """The loss is no longer finite; the message names the step."""
+    """An update is no longer finite; the message names what of it, and its step."""
 
 
 class Meter:
@@ -61,10 +61,10 @@ class Meter:
         self._since = time.perf_counter()
 
     def _read(self, step: int, sums: Sums) -> None:
-        loss, weight = sums["loss"]
-        if not math.isfinite(loss):
-            raise NumericalFailure(f"loss at step {step}")
-        self.tokens += round(float(weight))
+        for name in ("loss", "grad_norm", "update_norm"):  # the last tells of the new parameters
+            if not math.isfinite(sums[name][0]):
+                raise NumericalFailure(f"{name} at step {step}")
+        self.tokens += round(float(sums["loss"][1]))
         self.step = step
         self._group.append(sums)
 

@@ -2,7 +2,7 @@
 
 An objective never averages: it returns `Sums`, each metric as (sum, weight), so that micro-batches,
 devices, hosts and evaluation batches add exactly. To add one, write a frozen dataclass whose fields
-are its options, with `families`, `example` and `sums`, and give it a line in OBJECTIVES.
+are its options, with the members of `CausalLM`, and give it a line in OBJECTIVES.
 """
 
 import dataclasses
@@ -44,6 +44,7 @@ class CausalLM:
     z_loss: NonNegative = 0.0  # times log(Z)² (Chowdhery et al. 2022, PaLM)
 
     families = ("decoder",)
+    lower_is_better = ("loss", "nll", "perplexity", "bits_per_byte")  # among its metrics
 
     @staticmethod
     def rules(run: Any, **_) -> Iterator[str]:

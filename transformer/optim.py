@@ -6,7 +6,7 @@ have defaults, and give it a line in SCHEDULES or OPTIMIZERS. Weight decay is de
 & Hutter 2019), multiplied with the learning rate, and falls on matrices and embeddings only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -14,16 +14,11 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from transformer.spec import Choice, Fraction, Natural, NonNegative, Positive, Rate
+from transformer.spec import Choice, Fraction, Natural, NonNegative, Positive, Rate, SpecError
 
 Schedule = Callable[[Any], Any]
-RANKS = {
-    "kernel": 2,
-    "embedding": 2,
-    "bias": 1,
-    "scale": 1,
-}  # of a parameter by its name; a leading
-# axis more is that of the layers of a scan
+# Of a parameter by its name. Axes before those count its copies: layers of a scan, experts.
+RANKS = {"kernel": 2, "embedding": 2, "bias": 1, "scale": 1}
 
 
 # ---------------------------------------------------------------------------------- schedules
@@ -95,8 +90,8 @@ def _warmed(warmup: int, peak: float, after: Schedule) -> Schedule:
 
 
 def _progress(count, start: int, end: int):
-    """0 at update `start`, 1 at the last update of the run."""
-    return jnp.clip((_float(count) - start + 1) / max(end - start, 1), 0.0, 1.0)
+    """0 at count `start`, 1 at count `end`: after the last update, so that none is without effect."""
+    return jnp.clip((_float(count) - start) / max(end - start, 1), 0.0, 1.0)
 
 
 def _float(count):
@@ -136,8 +131,9 @@ def adafactor(
 ) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018): second moments of a matrix kept as a row and a column,
     updates clipped to a root mean square of `clip`, and scaled by that of the parameter. The
-    learning rate is the schedule's (no relative steps); matrices with a side below `min_dim` are
-    not factored."""
+    learning rate is the schedule's; the paper's relative steps, min(1e-6 n, 1 / sqrt(n)) for update
+    n, are the schedule inverse_sqrt(peak=1e-2, warmup=10000). Matrices with a side below `min_dim`
+    are not factored."""
     parts = [
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_dim),
         optax.clip_by_block_rms(clip) if clip else optax.identity(),
@@ -180,6 +176,22 @@ def muon(
     return _descend(optax.chain(direction, optax.scale(-1.0)), weight_decay, schedule)
 
 
+def _ruled(rules: Callable[..., Iterator[str]]) -> Callable[[Any], Any]:
+    """Gives an entry its rules across options."""
+
+    def attach(entry):
+        entry.rules = rules
+        return entry
+
+    return attach
+
+
+def _needs_momentum(run: Any, momentum: float, nesterov: bool, **_) -> Iterator[str]:
+    if nesterov and not momentum:
+        yield "nesterov needs momentum above 0"
+
+
+@_ruled(_needs_momentum)
 def sgd(
     schedule: Schedule,
     momentum: Rate = 0.0,
@@ -197,7 +209,15 @@ OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor, "lion": lion, "muon": muon
 def build(
     optimizer: Choice, schedule: Choice, steps: int, dim: int, clip: float | None
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """Clipping of the global norm, if asked for, then the optimizer on its schedule."""
+    """Clipping of the global norm, if asked for, then the optimizer on its schedule. SpecError if
+    the run is too short for the schedule's warm-up and decay."""
+    times = schedule.options
+    needed = times.get("warmup", 0) + round(times.get("decay", 0.0) * steps)
+    if needed > steps:
+        raise SpecError(
+            f"config.schedule={schedule}: warm-up and decay take {needed} updates, "
+            f"the run has {steps}"
+        )
     rate = schedule(steps, dim)
     tx = optimizer(rate)
     return (tx if clip is None else optax.chain(optax.clip_by_global_norm(clip), tx)), rate
@@ -205,7 +225,7 @@ def build(
 
 def decayed(params: Any) -> Any:
     """True for the parameters that weight decay falls on."""
-    return jax.tree.map_with_path(lambda path, _: RANKS[_name(path)] == 2, params)
+    return jax.tree.map_with_path(lambda path, _: _rank(path) == 2, params)
 
 
 def _descend(direction, weight_decay: float, schedule: Schedule) -> optax.GradientTransformation:
@@ -215,7 +235,7 @@ def _descend(direction, weight_decay: float, schedule: Schedule) -> optax.Gradie
 
 
 def _layer_matrices(params: Any) -> Any:
-    """For Muon: which axes of which parameters are a matrix; a leading axis of layers is none."""
+    """For Muon: which axes of which parameters are a matrix; leading axes count copies of it."""
 
     def axes(path, leaf):
         if _name(path) != "kernel" or any(_key(k) == "head" for k in path):
@@ -226,11 +246,13 @@ def _layer_matrices(params: Any) -> Any:
 
 
 def _per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies `tx` to each parameter alone, and to each layer of a scanned parameter alone, so that
-    statistics over a whole array are those of one matrix in both layouts."""
+    """Applies `tx` to each parameter alone, and to each layer and expert of a stacked parameter
+    alone, so that statistics over a whole array are those of one matrix in every layout."""
 
     def along(path, leaf, function):
-        return jax.vmap(function) if leaf.ndim > RANKS[_name(path)] else function
+        for _ in range(leaf.ndim - _rank(path)):
+            function = jax.vmap(function)
+        return function
 
     def init(params):
         return jax.tree.map_with_path(lambda path, p: along(path, p, tx.init)(p), params)
@@ -247,6 +269,13 @@ def _per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         return tuple(treedef.unflatten(part) for part in zip(*results, strict=True))
 
     return optax.GradientTransformation(init, update)
+
+
+def _rank(path) -> int:
+    if _name(path) not in RANKS:
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise SpecError(f"{where}: optimizers know parameters named {', '.join(sorted(RANKS))}")
+    return RANKS[_name(path)]
 
 
 def _name(path) -> str:

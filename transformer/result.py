@@ -1,11 +1,14 @@
 """What a run leaves for other programs: config.json, result.json and what they are stamped with."""
 
+import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ def params_sha256(params: Any) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
 def provenance() -> dict[str, Any]:
     """Versions of Python and the libraries, and the commit of the code with whether it was dirty
     (None outside of a checkout)."""
@@ -72,6 +76,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: cannot be read ({e})") from None
 
 
-def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """Metrics as strict JSON can hold them: what is not finite becomes null."""
-    return {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+    return {n: v if v is not None and math.isfinite(v) else None for n, v in metrics.items()}

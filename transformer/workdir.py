@@ -31,14 +31,14 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
 
 def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec) -> dict[str, Any]:
     """Metrics of a run on a whole split, on all devices. `run` may differ from the stored one in
-    its data section; other data is tokenised beside that of the training."""
+    its data section; another source is tokenised beside that of the training."""
     workdir = Path(workdir).expanduser().absolute()
     was = spec.parse(RunSpec, stored(workdir))
     if run.model != was.model:
         raise SpecError("config.model: an evaluation takes the model as it was trained")
     tokenizer = _tokenizer(workdir)
     found = _restored(run, workdir, step, tokenizer)
-    place = workdir if run.data == was.data else workdir / "evaluation"
+    place = workdir if run.data.source == was.data.source else workdir / "evaluation"
     data = feed.prepare(run.data, place, tokenizer)
     mesh = Mesh(MeshSpec())
     size = run.eval.batch_size or run.data.batch_size
@@ -51,7 +51,7 @@ def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec)
 
 
 def _tokenizer(workdir: Path) -> Tokenizer:
-    return tokens.load(workdir / "data" / "tokenizer.json")
+    return tokens.load(workdir / "tokenizer.json")
 
 
 def _restored(run: RunSpec, workdir: Path, step: int | str, tokenizer: Tokenizer) -> Run:

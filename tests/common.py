@@ -1,0 +1,78 @@
+"""Tiny models and texts that many tests share."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.layers.base import Tokens
+from transformer.model import FAMILIES, ModelSpec
+from transformer.spec import parse
+from transformer.state import init_params
+
+VOCAB = 23
+TINY = {
+    "vocab": VOCAB,
+    "dim": 16,
+    "depth": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 24,
+    "max_len": 48,
+    "bias": True,
+}
+DECODING = [name for name in FAMILIES if name != "encoder"]  # families with a decoder
+
+
+def spec(**options: Any) -> ModelSpec:
+    """A tiny model; SpecError if the options do not go together."""
+    return parse(ModelSpec, TINY | options)
+
+
+@functools.cache
+def params(model: ModelSpec, seed: int = 0) -> Any:
+    """Parameters of the model, moved away from their initial zeros and ones."""
+    tree = nn.unbox(jax.jit(init_params, static_argnums=(0, 1))(model, seed))
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    moved = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
+    return treedef.unflatten(moved)
+
+
+def text(rows: int = 2, length: int = 8, seed: int = 0) -> Tokens:
+    """Random ids, one segment a row."""
+    ids = np.random.default_rng(seed).integers(0, VOCAB, (rows, length))
+    return Tokens.of(jnp.asarray(ids, jnp.int32))
+
+
+def source_for(model: ModelSpec, rows: int = 2, length: int = 5) -> Tokens | None:
+    return text(rows, length, seed=7) if all(model.depths) else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def logits(model: ModelSpec, params, text: Tokens, source=None, capacity=None, key=None):
+    """Logits [B, T, V]; with a key, dropout is on."""
+    rngs = None if key is None else {"dropout": key}
+    return model.build().apply({"params": params}, text, source, capacity, rngs=rngs)
+
+
+def columns(text: Tokens, start: int, stop: int) -> Tokens:
+    return jax.tree.map(lambda a: a[:, start:stop], text)
+
+
+def replaced(text: Tokens, column: int) -> Tokens:
+    """The text with other ids from a column on."""
+    ids = text.ids_BT.at[:, column:].add(1) % VOCAB
+    return dataclasses.replace(text, ids_BT=ids)
+
+
+def assert_trees_close(a: Any, b: Any, tolerance: float) -> None:
+    """Same structure, and every leaf equal up to `tolerance` of its largest value."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        scale = max(float(jnp.abs(x).max()), 1e-3)
+        np.testing.assert_allclose(x, y, atol=tolerance * scale, rtol=0, err_msg=str(path))

@@ -1,0 +1,82 @@
+"""Decoding with a cache, in pieces of any size, equals the full forward pass."""
+
+import functools
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer.layers.base import Tokens
+from transformer.layers.ffn import FFNS
+from transformer.layers.mask import MASKS, horizon
+from transformer.layers.norm import NORMS
+from transformer.layers.position import POSITIONS
+from transformer.layers.residual import ORDERS, PLACEMENTS
+from transformer.spec import SpecError
+
+CASES = [
+    *({"position": name} for name in POSITIONS),
+    *({"mask": name} for name in [*MASKS, "window(size=3)", "prefix(length=3)"]),
+    *({"placement": name} for name in PLACEMENTS),
+    *({"order": name} for name in ORDERS),
+    *({"norm": name} for name in NORMS),
+    *({"ffn": name} for name in FFNS),
+    {"kv_heads": 1},
+    {"kv_heads": 4, "value_dim": 6},
+    {"scan": True},
+    {"scan": True, "depth": 5, "position": "rope | none", "mask": "window(size=2) | causal"},
+    {"tie": False, "embed_scale": True},
+]
+CAPACITY = 48
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def in_pieces(model, params, text, source, first):
+    """Logits of the text, given to the cache as `first` tokens, two more, and one by one."""
+    apply = functools.partial(model.build().apply, mutable=["cache"])
+
+    def step(cache, piece):
+        logits, new = apply({"params": params, **cache}, piece, None, CAPACITY)
+        return new, logits
+
+    start, cache = apply({"params": params}, common.columns(text, 0, first), source, CAPACITY)
+    cache, two = step(cache, common.columns(text, first, first + 2))
+    one_by_one = jax.tree.map(
+        lambda a: a[:, first + 2 :].swapaxes(0, 1)[..., None], text
+    )  # [steps, B, 1]
+    _, rest = jax.lax.scan(step, cache, one_by_one)
+    return jnp.concatenate([start, two, rest[:, :, 0].swapaxes(0, 1)], 1)
+
+
+@pytest.mark.parametrize("family", common.DECODING)
+@pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(map(str, o.values())))
+def test_pieces_equal_the_whole(family, options):
+    try:
+        model = common.spec(family=family, **options)
+    except SpecError:
+        pytest.skip("refused")
+    params, source = common.params(model), common.source_for(model)
+    first = 3 + max(horizon(mask) for mask in model.masks.entries)
+    # Prompts of different lengths stand right-aligned: the first three columns of row 0 are empty.
+    real = jnp.ones((2, first + 5), jnp.int32).at[0, :3].set(0)
+    text = Tokens.of(common.text(2, first + 5).ids_BT, real)
+    whole = common.logits(model, params, text, source)
+    got = in_pieces(model, params, text, source, first)
+    np.testing.assert_allclose(whole[0, 3:], got[0, 3:], atol=1e-5)
+    np.testing.assert_allclose(whole[1], got[1], atol=1e-5)
+
+
+def test_keys_of_a_source_are_computed_once():
+    """A later step finds them in the cache: it runs without a source and without the encoder."""
+    model = common.spec(family="encoder_decoder")
+    params, text, source = common.params(model), common.text(), common.source_for(model)
+    without_encoder = {name: p for name, p in params.items() if name != "encoder"}
+    first, then = common.columns(text, 0, 7), common.columns(text, 7, 8)
+    _, cache = model.build().apply({"params": params}, first, source, CAPACITY, mutable=["cache"])
+    last, _ = model.build().apply(
+        {"params": without_encoder, **cache}, then, None, CAPACITY, mutable=["cache"]
+    )
+    whole = common.logits(model, params, text, source)
+    np.testing.assert_allclose(whole[:, -1:], last, atol=1e-5)
