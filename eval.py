@@ -6,6 +6,7 @@ and nll in nats per target, perplexity = exp(nll), accuracy, bits_per_byte, toke
 """
 
 import json
+from typing import Any
 
 from absl import flags
 
@@ -16,7 +17,15 @@ from transformer.workdir import evaluate_run, stored
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to evaluate", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
 SPLIT = flags.DEFINE_string("split", "validation", "a split of the data")
-CONFIG = cli.define_config(RunSpec, base=lambda: stored(WORKDIR.value))
+
+
+def _base() -> dict[str, Any]:
+    config = stored(WORKDIR.value)
+    config["train"]["accumulate"] = 1  # else batch_size would have to be a multiple
+    return config
+
+
+CONFIG = cli.define_config(RunSpec, base=_base)
 
 
 def main() -> None:

@@ -35,6 +35,6 @@ def get_config(path: str = "input.txt"):
     c.train.clip = 1.0
 
     c.eval.every = 250
-    c.eval.sample = 300
+    c.eval.sample = 200
     c.checkpoint.every = 250
     return c

@@ -1,18 +1,20 @@
 """Tiny models and texts that many tests share."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from transformer.layers.base import Tokens
 from transformer.model import FAMILIES, ModelSpec
-from transformer.spec import parse
-from transformer.state import init_params
+from transformer.spec import SpecError, parse
+from transformer.state import abstract_params
 
 VOCAB = 23
 TINY = {
@@ -33,14 +35,33 @@ def spec(**options: Any) -> ModelSpec:
     return parse(ModelSpec, TINY | options)
 
 
+def accepted(cases: list[dict[str, Any]], **base: Any) -> list:
+    """pytest parameters: the tiny model of each case, those that are refused left out."""
+    out = []
+    for options in cases:
+        with contextlib.suppress(SpecError):
+            model = spec(**base | options)
+            out.append(pytest.param(model, id="-".join(map(str, options.values()))))
+    return out
+
+
+def covering(tables: Mapping[str, Iterable[str]]) -> list[dict[str, str]]:
+    """The fewest choices among which every entry of every table is found."""
+    names = {field: list(table) for field, table in tables.items()}
+    longest = max(map(len, names.values()))
+    return [{field: n[i % len(n)] for field, n in names.items()} for i in range(longest)]
+
+
 @functools.cache
 def params(model: ModelSpec, seed: int = 0) -> Any:
-    """Parameters of the model, moved away from their initial zeros and ones."""
-    tree = nn.unbox(jax.jit(init_params, static_argnums=(0, 1))(model, seed))
-    leaves, treedef = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
-    return treedef.unflatten(moved)
+    """Random parameters, scales about one. NumPy draws them, since it compiles nothing."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        middle = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(middle, 0.1, leaf.shape), jnp.float32)
+
+    return jax.tree.map_with_path(draw, abstract_params(model))
 
 
 def text(rows: int = 2, length: int = 8, seed: int = 0) -> Tokens:

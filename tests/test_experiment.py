@@ -18,12 +18,8 @@ import transformer
 from transformer import experiment, result, spec
 from transformer.checkpoint import Checkpoints, CheckpointSpec
 from transformer.data import feed
-from transformer.evaluate import evaluate
-from transformer.experiment import Experiment, RunSpec, TrainSpec
-from transformer.mesh import Mesh, MeshSpec
+from transformer.experiment import RunSpec, TrainSpec
 from transformer.spec import SpecError
-from transformer.step import eval_step
-from transformer.stop import Stop
 
 
 def contents(folder: Path):

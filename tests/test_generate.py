@@ -79,7 +79,7 @@ def frequencies(logits, sampling, draws=4000, **options):
 
 
 def nucleus(logits, temperature, top_k, top_p):
-    """The distribution by definition: temperature, then the top k, then the top p of what is left."""
+    """The distribution by definition: temperature, the top k, then the top p of what is left."""
     p = np.exp(logits / temperature - np.max(logits / temperature))
     order = np.argsort(-p)
     kept = order[: top_k or V]
@@ -136,7 +136,7 @@ def without_cache(model, params, prompt, new, source=None):
     """Greedy, by a full forward pass for each token."""
     ids = list(prompt)
     for _ in range(new):
-        padded = jnp.asarray([ids + [PAD] * (len(prompt) + new - len(ids))], jnp.int32)
+        padded = jnp.asarray([ids + [PAD] * (16 - len(ids))], jnp.int32)
         text = type(common.text()).of(padded, jnp.arange(padded.shape[1])[None] < len(ids))
         logits = common.logits(model, params, text, source)
         ids.append(int(logits[0, len(ids) - 1].argmax()))
@@ -155,13 +155,11 @@ def test_greedy_with_a_cache_is_greedy_without(family, position):
     params = common.params(model)
     prompts = [[5, 6, 7, 8, 9], [4], [11, 12, 13]]
     source = common.source_for(model, 3)
-    sources = [
-        s and jax.tree.map(lambda a, i=i: a[i : i + 1], s) for i, s in enumerate([source] * 3)
-    ]
     together = continued(params, prompts, 6, model=model, source=source)
-    for prompt, source, got in zip(prompts, sources, together, strict=True):
-        assert got == continued(params, [prompt], 6, model=model, source=source)[0]
-        assert got == until_end(without_cache(model, params, prompt, 6, source))
+    for row, (prompt, got) in enumerate(zip(prompts, together, strict=True)):
+        own = source and jax.tree.map(lambda a, row=row: a[row : row + 1], source)
+        assert got == continued(params, [prompt], 6, model=model, source=own)[0]
+        assert got == until_end(without_cache(model, params, prompt, 6, own))
 
 
 def test_a_sampled_row_does_not_depend_on_its_batch_mates():

@@ -116,11 +116,9 @@ def test_a_fresh_state_lives_where_it_should_with_the_values_of_one_device(optio
         jax.tree.leaves(state), jax.tree.leaves(spread.shardings), strict=True
     ):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    moments = state.opt_state[0].mu
-    where = jax.tree.map(
-        lambda p, m: p.sharding.is_equivalent_to(m.sharding, p.ndim), state.params, moments
-    )
-    assert all(jax.tree.leaves(where))
+    moments = jax.tree.leaves(state.opt_state[0].mu)
+    for leaf, moment in zip(jax.tree.leaves(state.params), moments, strict=True):
+        assert moment.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def count(model) -> int:
     return sum(a.size for a in jax.tree.leaves(abstract_params(model)))
 
 
-def without_blocks(model, params):
+def without_blocks(params):
     """The same parameters with silent sublayers: the logits come from the embedding alone."""
 
     def silent(path, leaf):
@@ -34,7 +34,7 @@ def without_blocks(model, params):
 def test_logits_of_a_model_without_layers(tie, embed_scale):
     """The row of the token, times sqrt(16) only if asked for, against the head's columns."""
     model = common.spec(tie=tie, embed_scale=embed_scale, placement="none", position="none")
-    params = without_blocks(model, common.params(model))
+    params = without_blocks(common.params(model))
     table = np.asarray(params["embed"]["embedding"], np.float64)
     head = table.T if tie else np.asarray(params["head"]["kernel"], np.float64)
     text = common.text()
@@ -98,10 +98,8 @@ def test_initial_spread(init, role, expected):
     model = common.spec(dim=128, ffn_dim=512, vocab=256, depth=4, kv_heads=None, init=init)
     params = jax.jit(init_params, static_argnums=(0, 1))(model, 0)
     block = params["decoder"]["block_3"]
-    kernels = block["attention"] | block["ffn"] | {"embedding": params["embed"]}
-    (values,) = (
-        a for name, a in jax.tree.leaves_with_path(kernels[role]) if "bias" not in str(name)
-    )
+    matrices = {name: part["kernel"] for name, part in (block["attention"] | block["ffn"]).items()}
+    values = nn.unbox((matrices | params["embed"])[role])
     assert float(values.std()) == pytest.approx(expected, rel=0.03)
     assert abs(float(values.mean())) < 5 * expected / values.size**0.5
 

@@ -73,7 +73,10 @@ def matrix(seed=1, shape=(4, 3)):
     [  # count -> learning rate, by hand, for runs of 10 updates of a model of width 64
         ("constant(peak=2.0, warmup=4)", {0: 0.5, 1: 1.0, 3: 2.0, 4: 2.0, 9: 2.0}),
         ("constant(peak=2.0, warmup=0)", {0: 2.0, 9: 2.0}),
-        ("linear(peak=1.0, warmup=2, end=0.0)", {0: 0.5, 1: 1.0, 2: 1.0, 6: 0.5, 9: 0.125, 10: 0.0}),
+        (
+            "linear(peak=1.0, warmup=2, end=0.0)",
+            {0: 0.5, 1: 1.0, 2: 1.0, 6: 0.5, 9: 0.125, 10: 0.0},
+        ),
         ("linear(peak=1.0, warmup=2, end=0.5)", {1: 1.0, 6: 0.75, 9: 0.5625, 20: 0.5}),
         ("cosine(peak=1.0, warmup=2, end=0.0)", {0: 0.5, 1: 1.0, 6: 0.5, 10: 0.0}),
         (  # a quarter of the way down: (1 + cos(pi/4)) / 2 = 0.853553
@@ -97,6 +100,7 @@ def test_schedule_values(text, values):
     schedule = pick(SCHEDULES, text)(10, 64)
     found = {count: float(schedule(count)) for count in values}
     assert found == pytest.approx(values, abs=1e-6)
+    assert {count: float(schedule(np.int32(count))) for count in values} == found
     traced = jax.jit(schedule)(jnp.asarray(list(values), jnp.int32))
     np.testing.assert_allclose(traced, list(values.values()), atol=1e-6)
 

@@ -75,7 +75,7 @@ class EvalSpec(Spec):
 
     def rules(self) -> Iterator[str]:
         if self.split == "train":
-            yield "split=train: its lines are those of the updates; eval.py --split=train evaluates it"
+            yield "split=train: is what updates report; use eval.py --split=train afterwards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,6 @@ class Experiment:
                 f"(train.accumulate={self.run.train.accumulate} times {self.mesh.batch_shards} "
                 "devices that split the batch)"
             )
-
 
     def _refuse_evaluation(self):
         """What else would come to light at the first evaluation only."""

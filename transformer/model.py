@@ -344,16 +344,18 @@ def unstack(params: dict[str, Any]) -> dict[str, Any]:
 
     Works on any nested dict with the names of the parameters, optimizer moments included.
     """
-    out = {}
+    out, slots = {}, defaultdict(set)
     flat = traverse_util.flatten_dict(params)
-    period = 1 + max((int(p[p.index("blocks") + 1][6:]) for p in flat if "blocks" in p), default=0)
+    for path in (p for p in flat if "blocks" in p):
+        at = path.index("blocks")
+        slots[path[:at]].add(path[at + 1])  # the two sides may differ in their periods
     leaf: Any
     for path, leaf in flat.items():
         if "blocks" not in path:
             out[path] = leaf
             continue
         at = path.index("blocks")
-        slot = int(path[at + 1].removeprefix("block_"))
+        slot, period = int(path[at + 1].removeprefix("block_")), len(slots[path[:at]])
         for i, layer in enumerate(leaf):
             out[(*path[:at], f"block_{i * period + slot}", *path[at + 2 :])] = layer
     return traverse_util.unflatten_dict(out)

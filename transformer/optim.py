@@ -90,7 +90,7 @@ def _warmed(warmup: int, peak: float, after: Schedule) -> Schedule:
 
 
 def _progress(count, start: int, end: int):
-    """0 at count `start`, 1 at count `end`: after the last update, so that none is without effect."""
+    """0 at count `start`, 1 at count `end`, which is after the last update."""
     return jnp.clip((_float(count) - start) / max(end - start, 1), 0.0, 1.0)
 
 

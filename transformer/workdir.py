@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer import result, spec
-from transformer.checkpoint import Checkpoints
+from transformer.checkpoint import Checkpoints, refuse_changed
 from transformer.data import feed, tokens
 from transformer.data.tokens import Tokenizer
 from transformer.evaluate import evaluate
@@ -14,6 +14,12 @@ from transformer.run import Run
 from transformer.spec import SpecError
 from transformer.state import abstract_params
 from transformer.step import eval_step
+
+MAY_DIFFER = (  # in an evaluation
+    *("data.source", "data.batch_size", "data.seq_len", "data.packing"),
+    *("data.shuffle", "data.prefetch", "train.accumulate"),  # have no say in it
+    *("objective", "eval"),
+)
 
 
 def stored(workdir: str | Path) -> dict[str, Any]:
@@ -31,11 +37,10 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
 
 def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec) -> dict[str, Any]:
     """Metrics of a run on a whole split, on all devices. `run` may differ from the stored one in
-    its data section; another source is tokenised beside that of the training."""
+    what MAY_DIFFER names; another source is tokenised beside that of the training."""
     workdir = Path(workdir).expanduser().absolute()
     was = spec.parse(RunSpec, stored(workdir))
-    if run.model != was.model:
-        raise SpecError("config.model: an evaluation takes the model as it was trained")
+    refuse_changed(spec.as_dict(was), spec.as_dict(run), ignore=MAY_DIFFER)
     tokenizer = _tokenizer(workdir)
     found = _restored(run, workdir, step, tokenizer)
     place = workdir if run.data.source == was.data.source else workdir / "evaluation"

@@ -11,19 +11,19 @@ import pytest
 import tiny_run
 
 from transformer import experiment
-from transformer.experiment import Experiment, train
+from transformer.experiment import Experiment
 
 STEPS = tiny_run.OPTIONS["train.steps"]
 
 
 def same_outcome(workdir, uninterrupted):
-    done, expected = (
-        json.loads((w / "result.json").read_text()) for w in (workdir, uninterrupted)
-    )
+    done, expected = (json.loads((w / "result.json").read_text()) for w in (workdir, uninterrupted))
     assert done["exit_reason"] == "done"
     for key in ("params_sha256", "steps", "tokens", "validation"):
         assert done[key] == expected[key], key
     assert tiny_run.lines(workdir) == tiny_run.lines(uninterrupted)
+    kept = [sorted(p.name for p in (w / "checkpoints").iterdir()) for w in (workdir, uninterrupted)]
+    assert kept[0][-1] == kept[1][-1] and not any("damaged" in n for n in kept[0] + kept[1])
 
 
 def test_two_runs_are_one(tmp_path, trained):
@@ -93,19 +93,29 @@ def test_batches_are_those_of_an_uninterrupted_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_at_ten_moments(tmp_path, trained):
-    """kill -9 as often as it takes, whenever it comes."""
-    moments, config = random.Random(0), tmp_path / "config.py"
-    config.write_text(f"def get_config():\n    return {tiny_run.config()!r}\n")
+def test_killed_at_ten_moments(tmp_path):
+    """kill -9 whenever it comes, and once more from the top of the same command."""
+    config, draw = tmp_path / "config.py", random.Random(0)
+    # Long enough that most of the kills fall between the first step and the last.
+    options = {"train__steps": 200, "checkpoint__every": 7, "eval__every": 10}
+    config.write_text(f"def get_config():\n    return {tiny_run.config(**options)!r}\n")
+
+    def arguments(name):
+        return f"--config={config}", f"--workdir={tmp_path / name}"
+
+    begun = time.monotonic()
+    assert tiny_run.command("train.py", *arguments("whole")).returncode == 0
+    whole, killed = time.monotonic() - begun, 0
     for _ in range(10):
-        process = subprocess.Popen(
-            [sys.executable, tiny_run.ROOT / "train.py", f"--config={config}"]
-            + [f"--workdir={tmp_path / 'w'}"],
+        with subprocess.Popen(
+            [sys.executable, tiny_run.ROOT / "train.py", *arguments("parts")],
             env=tiny_run.environment(8),
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )
-        time.sleep(moments.uniform(2, 9))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    train(tiny_run.config(), tmp_path / "w")
-    same_outcome(tmp_path / "w", trained)
+        ) as process:
+            time.sleep(draw.uniform(0.4, 0.8) * whole)
+            process.send_signal(signal.SIGKILL)
+        killed += process.returncode == -signal.SIGKILL
+    assert killed
+    assert tiny_run.command("train.py", *arguments("parts")).returncode == 0
+    same_outcome(tmp_path / "parts", tmp_path / "whole")

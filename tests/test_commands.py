@@ -1,0 +1,167 @@
+"""The commands as a user types them: what they print, leave and end with."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny_run
+
+import transformer
+from transformer.checkpoint import Checkpoints, CheckpointSpec
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A file with the tiny run's config, options changed."""
+
+    def write(**changed):
+        path = tmp_path / "config.py"
+        path.write_text(f"def get_config():\n    return {tiny_run.config(**changed)!r}\n")
+        return f"--config={path}"
+
+    return write
+
+
+def last_line(ran) -> dict:
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+# ----------------------------------------------------------------------------------- train.py
+
+
+def test_a_finished_run(trained, config):
+    """0, at once; the message says where to look."""
+    ran = tiny_run.command("train.py", config(), f"--workdir={trained}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == f"done after 12 steps; see {trained}/result.json\n"
+
+
+def test_refusals(trained, tmp_path, config):
+    """2, all lines of it, and nothing else."""
+    (tmp_path / "file").write_text("")
+    for argument, place, message in [
+        ("--config.model.depth=3", trained, "model.depth: 2 -> 3"),
+        ("--config.model.depht=3", trained, "config.model.depht: unknown option 'depht'; did you"),
+        ("--config.eval.split=valid", tmp_path / "w", "config.eval: no split 'valid' (known: "),
+        ("--config.train.steps=4", tmp_path / "file", "file: cannot be written to (File exists)"),
+    ]:
+        ran = tiny_run.command("train.py", config(), f"--workdir={place}", argument)
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert message in ran.stderr and "Traceback" not in ran.stderr
+    assert not (tmp_path / "w" / "config.json").exists()
+
+
+def test_a_numerical_failure(tmp_path, config):
+    """3, and the message names the step."""
+    options = {"schedule": "constant(peak=1e30)", "checkpoint__every": 1}
+    ran = tiny_run.command("train.py", config(**options), f"--workdir={tmp_path}")
+    assert (ran.returncode, ran.stderr) == (3, "")
+    assert ran.stdout.startswith("non-finite update_norm at step 1 after 0 steps")
+    assert json.loads((tmp_path / "result.json").read_text())["params_sha256"] is None
+    assert Checkpoints(tmp_path / "checkpoints", CheckpointSpec()).steps() == []
+
+
+def started(config, workdir, *arguments):
+    return subprocess.Popen(
+        [sys.executable, tiny_run.ROOT / "train.py", config, f"--workdir={workdir}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tiny_run.environment(8),
+    )
+
+
+# What has to be there before the signal is sent, for it to come in ...
+MOMENTS = {
+    "preparation": "data/.lock",
+    "compilation": "data/meta.json",
+    "training": "metrics.jsonl",
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGTERM, "preparation"), (signal.SIGINT, "compilation"), (signal.SIGTERM, "training")],
+)
+def test_signals(tmp_path, config, number, moment):
+    """75 with a checkpoint of the last step; the same command goes on. A million steps are never
+    done, and a second evaluation would take longer than the test."""
+    options = {"train__steps": 10**6, "checkpoint__every": 10**6, "eval__every": 10**6}
+    process = started(config(**options), tmp_path)
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / MOMENTS[moment]).exists() and process.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75, err
+    assert err == f"{number.name}: finishing the step, then saving (again to stop at once)\n"
+    done = json.loads((tmp_path / "result.json").read_text())
+    assert out.startswith(f"signal after {done['steps']} steps")
+    assert Checkpoints(tmp_path / "checkpoints", CheckpointSpec()).steps() == [done["steps"]]
+    assert transformer.load(tmp_path).step == done["steps"] >= 1
+
+
+# ------------------------------------------------------------------------------ what uses a run
+
+
+def test_eval(trained):
+    ran = tiny_run.command("eval.py", f"--workdir={trained}", "--step=best", "--split=train")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = last_line(ran)
+    assert (found["step"], found["split"]) == (12, "train") and found["tokens"] > 2000
+    ran = tiny_run.command("eval.py", f"--workdir={trained}", "--config.optimizer=sgd")
+    assert ran.returncode == 2 and "optimizer: 'adamw(" in ran.stderr
+    ran = tiny_run.command("eval.py", "--workdir=/nowhere")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "/nowhere is no working directory: it has no config.json\n"
+
+
+def test_score(trained, tmp_path):
+    texts = ["green wall", "", "ten bottles"]
+    (tmp_path / "in.txt").write_text("\r\n".join(texts))
+    output = tmp_path / "out.jsonl"
+    ran = tiny_run.command(
+        "scripts/score.py",
+        *(f"--workdir={trained}", f"--input={tmp_path / 'in.txt'}", f"--output={output}"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    for a, b in zip(found, transformer.load(trained).score(texts), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_generate(trained, tmp_path):
+    (tmp_path / "in.txt").write_text("green\\nwall\nten\n")
+    output = tmp_path / "out.jsonl"
+    ran = tiny_run.command(
+        "scripts/generate.py",
+        *(f"--workdir={trained}", f"--input={tmp_path / 'in.txt'}", f"--output={output}"),
+        *("--max_new_tokens=5", "--temperature=0"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    prompts = ["green\nwall", "ten"]
+    expected = transformer.load(trained).generate(prompts, max_new_tokens=5, temperature=0)
+    assert found == [{"prompt": p, "text": t} for p, t in zip(prompts, expected, strict=True)]
+    ran = tiny_run.command("scripts/generate.py", f"--workdir={trained}", "--prompt=ten")
+    assert ran.returncode == 0 and ran.stdout.startswith("ten")
+    ran = tiny_run.command("scripts/generate.py", f"--workdir={trained}")
+    assert ran.returncode == 2
+    assert ran.stderr == "give --prompt=TEXT or --input=FILE, one of the two\n"
+
+
+def test_inspect(trained, config, tmp_path):
+    shutil.copytree(trained / "data", tmp_path / "data")
+    ran = tiny_run.command("scripts/inspect.py", config(), f"--workdir={tmp_path}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "config.model.vocab = 36\n" in ran.stdout
+    count = json.loads((trained / "result.json").read_text())["parameters"]
+    assert f"total {count:,} parameters" in ran.stdout

@@ -1,0 +1,97 @@
+"""A working directory from outside, wherever it is and whatever became of it."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import tiny_run
+
+import transformer
+from transformer import result, spec, workdir
+from transformer.experiment import RunSpec
+from transformer.spec import SpecError
+
+
+def stored(folder):
+    return spec.parse(RunSpec, workdir.stored(folder))
+
+
+def test_which_step(trained):
+    assert [transformer.load(trained, s).step for s in (9, "9", "latest", "best")] == [9, 9, 12, 12]
+    shas = [result.params_sha256(transformer.load(trained, s).params) for s in (9, 12)]
+    assert shas[0] != shas[1] == result.read_json(trained / "result.json")["params_sha256"]
+    for step, message in ((3, "has no step 3"), ("newest", "--step=newest: must be a number")):
+        with pytest.raises(SpecError, match=message):
+            transformer.load(trained, step)
+
+
+def test_an_evaluation_repeats_that_of_the_training(trained):
+    expected = result.read_json(trained / "result.json")["validation"]
+    found = workdir.evaluate_run(trained, "latest", "validation", stored(trained))
+    assert (found.pop("step"), found.pop("split")) == (12, "validation")
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_evaluation_on_other_data(trained, tmp_path):
+    folder = shutil.copytree(trained, tmp_path / "w")
+    before = (folder / "data" / "meta.json").read_bytes()
+    run = stored(folder)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, accumulate=1))
+
+    def evaluated(**options):
+        data = spec.parse(type(run.data), options, base=run.data)
+        found = workdir.evaluate_run(
+            folder, "latest", "validation", dataclasses.replace(run, data=data)
+        )
+        return {name: value for name, value in found.items() if name != "split"}
+
+    plain = evaluated()
+    assert evaluated(batch_size=3) == pytest.approx(plain, rel=1e-6)
+    by_documents = evaluated(packing="documents", seq_len=200)
+    assert by_documents["tokens"] == plain["tokens"] and by_documents["nll"] != plain["nll"]
+    assert not (folder / "evaluation").exists()
+    (tmp_path / "b.txt").write_text("green wall\n\n" * 20)
+    other = evaluated(source=f"text(path={str(tmp_path / 'b.txt')!r}, documents='paragraph')")
+    assert other["tokens"] != plain["tokens"]
+    assert (folder / "data" / "meta.json").read_bytes() == before
+    with pytest.raises(SpecError, match="data.tokenizer: 'chars' -> 'bytes'"):
+        evaluated(tokenizer="bytes")
+
+
+@pytest.mark.parametrize("name", ["a b", "w/", "./w", "../x/w", "~/w", "link"])
+def test_anywhere(tmp_path, monkeypatch, name):
+    """Trained under a name, found under another from another place."""
+    for folder in ("x", "home"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "x" / "link").symlink_to(tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "x")
+    done = tiny_run.run(name, train__steps=1)
+    monkeypatch.chdir(tmp_path)
+    place = next(p.parent for p in tmp_path.rglob("result.json"))
+    relative = place.relative_to(tmp_path)
+    for found in (relative, str(relative), place):
+        assert result.params_sha256(transformer.load(found).params) == done["params_sha256"]
+    assert tiny_run.run(relative, train__steps=1) == done
+
+
+def test_what_is_no_working_directory(tmp_path, trained):
+    with pytest.raises(SpecError, match="is no working directory: it has no config.json"):
+        transformer.load(tmp_path)
+    shutil.copy(trained / "config.json", tmp_path)
+    with pytest.raises(SpecError, match="there is no tokenizer at"):
+        transformer.load(tmp_path)
+    shutil.copy(trained / "tokenizer.json", tmp_path)
+    with pytest.raises(SpecError, match="holds no checkpoint"):
+        transformer.load(tmp_path)
+
+
+def test_one_device_reads_what_eight_have_written(tmp_path):
+    done = tiny_run.run(tmp_path / "w", train__steps=1, mesh__layout="fsdp")
+    arguments = [f"--workdir={tmp_path / 'w'}", "--config.data.batch_size=3"]
+    ran = tiny_run.command("eval.py", *arguments, devices=1)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout.splitlines()[-1])["loss"] == pytest.approx(
+        done["validation"]["loss"], rel=1e-6
+    )
