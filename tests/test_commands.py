@@ -45,14 +45,11 @@ def test_refusals(trained, tmp_path, config):
     (tmp_path / "file").write_text("")
     for argument, place, message in [
         ("--config.model.depth=3", trained, "model.depth: 2 -> 3"),
-        ("--config.model.depht=3", trained, "config.model.depht: unknown option 'depht'; did you"),
-        ("--config.eval.split=valid", tmp_path / "w", "config.eval: no split 'valid' (known: "),
         ("--config.train.steps=4", tmp_path / "file", "file: cannot be written to (File exists)"),
     ]:
         ran = tiny_run.command("train.py", config(), f"--workdir={place}", argument)
         assert (ran.returncode, ran.stdout) == (2, "")
         assert message in ran.stderr and "Traceback" not in ran.stderr
-    assert not (tmp_path / "w" / "config.json").exists()
 
 
 def test_a_numerical_failure(tmp_path, config):
@@ -117,8 +114,6 @@ def test_eval(trained):
     assert (ran.returncode, ran.stderr) == (0, "")
     found = last_line(ran)
     assert (found["step"], found["split"]) == (12, "train") and found["tokens"] > 2000
-    ran = tiny_run.command("eval.py", f"--workdir={trained}", "--config.optimizer=sgd")
-    assert ran.returncode == 2 and "optimizer: 'adamw(" in ran.stderr
     ran = tiny_run.command("eval.py", "--workdir=/nowhere")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == "/nowhere is no working directory: it has no config.json\n"
@@ -153,9 +148,6 @@ def test_generate(trained, tmp_path):
     assert found == [{"prompt": p, "text": t} for p, t in zip(prompts, expected, strict=True)]
     ran = tiny_run.command("scripts/generate.py", f"--workdir={trained}", "--prompt=ten")
     assert ran.returncode == 0 and ran.stdout.startswith("ten")
-    ran = tiny_run.command("scripts/generate.py", f"--workdir={trained}")
-    assert ran.returncode == 2
-    assert ran.stderr == "give --prompt=TEXT or --input=FILE, one of the two\n"
 
 
 def test_inspect(trained, config, tmp_path):

@@ -4,6 +4,7 @@ import math
 
 import common
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,8 +73,11 @@ def test_against_the_definition():
 
 def test_sums_are_added_in_double_precision():
     """2^24 + 1 is no float32."""
-    part = {"loss": (np.float32(2**24), np.float32(2**24)), "nll": (np.float32(1), np.float32(1))}
-    one = {"loss": (np.float32(1), np.float32(1)), "nll": (np.float32(1), np.float32(1))}
+    part = {
+        "loss": (jnp.float32(2**24), jnp.float32(2**24)),
+        "nll": (jnp.float32(1), jnp.float32(1)),
+    }
+    one = {"loss": (jnp.float32(1), jnp.float32(1)), "nll": (jnp.float32(1), jnp.float32(1))}
     assert total([part, one])["loss"] == (2**24 + 1, 2**24 + 1)
 
 

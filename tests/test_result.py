@@ -14,11 +14,11 @@ from transformer.spec import SpecError
 
 
 def test_params_sha256_is_over_leaves_in_the_order_of_their_paths():
-    a, b, c = np.float32([[1, 2], [3, 4]]), np.float32([5]), np.float32([6, 7])
+    a, b, c = (np.array(v, np.float32) for v in ([[1, 2], [3, 4]], [5], [6, 7]))
     params = {"x": {"kernel": a.T, "bias": b}, "embed": {"embedding": c}}
     params = {k: {n: jnp.asarray(v) for n, v in part.items()} for k, part in params.items()}
     expected = hashlib.sha256()
-    for leaf in (c, b, np.float32([[1, 3], [2, 4]])):  # embed/embedding, x/bias, x/kernel
+    for leaf in (c, b, np.array([[1, 3], [2, 4]], np.float32)):  # embed/embedding, x/bias, x/kernel
         expected.update(leaf.tobytes())
     assert result.params_sha256(params) == expected.hexdigest()
 

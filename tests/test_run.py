@@ -1,6 +1,7 @@
 """A trained model in hand: logits, continuations, scores."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -32,7 +33,7 @@ def test_logits(run):
     ids = np.array([[1, *run.tokenizer.encode("green bottles")]])
     logits = run.logits(ids)
     assert logits.shape == (1, 14, run.tokenizer.size) and logits.dtype == np.float32
-    direct = run.model.apply({"params": run.params}, Tokens.of(ids.astype(np.int32)))
+    direct = run.model.apply({"params": run.params}, Tokens.of(jnp.asarray(ids, jnp.int32)))
     np.testing.assert_allclose(logits, direct, atol=1e-5)
     padded = np.pad(ids, ((0, 1), (0, 5)))
     mask = np.pad(np.ones_like(ids), ((0, 1), (0, 5)))

@@ -46,7 +46,7 @@ def config(**changed: Any) -> dict[str, Any]:
     options = OPTIONS | {name.replace("__", "."): value for name, value in changed.items()}
     for path, value in options.items():
         *sections, name = path.split(".")
-        section = out
+        section: Any = out
         for key in sections:
             section = section[key]
         section[name] = value
@@ -65,7 +65,8 @@ def lines(workdir: Path, split: str | None = None) -> list[dict[str, Any]]:
     """What metrics.jsonl holds, but for what depends on the clock."""
     found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     for line in found:
-        line.pop("seconds", None), line.pop("tokens_per_second", None)
+        for name in {"seconds", "tokens_per_second"} & set(line):
+            del line[name]
     return [line for line in found if split in (None, line["split"])]
 
 
@@ -97,10 +98,11 @@ def command(script: str, *arguments: Any, devices: int = 8, **more: Any):
 
 
 def environment(devices: int) -> dict[str, str]:
+    config: Any = jax.config
     flags = f"--xla_force_host_platform_device_count={devices}"
     return os.environ | {
         "XLA_FLAGS": flags,
         "PYTHONWARNINGS": "error",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }

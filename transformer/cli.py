@@ -99,10 +99,11 @@ def main(function: Callable[..., int | None], config: Config | None = None) -> N
 
 def _keep_compiled() -> None:
     """Keeps compiled programs for the next process, unless the user has said where."""
-    if jax.config.jax_compilation_cache_dir is None:
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is None:
         home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "transformer-lab" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        config.update("jax_compilation_cache_dir", str(home / "transformer-lab" / "xla"))
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def load(argument: str) -> Mapping | ConfigDict:

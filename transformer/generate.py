@@ -152,5 +152,6 @@ def _cut(logits_BV: Array, top_k: Array, top_p: Array, by_k: bool, by_p: bool) -
         kept_BV = jnp.where(sorted_BV >= least_B[:, None], sorted_BV, -jnp.inf)
         p_BV = jax.nn.softmax(kept_BV, -1)
         before_BV = jnp.cumsum(p_BV, -1) - p_BV
+        top_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)  # less would be 0, and keep nothing
         least_B = jnp.where(before_BV < top_p, kept_BV, jnp.inf).min(-1)
     return jnp.where(logits_BV >= least_B[:, None], logits_BV, -jnp.inf)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ def name(config: Path) -> str:
 
 @pytest.fixture(params=CONFIGS, ids=name)
 def config(request) -> tuple[str, RunSpec]:
-    return name(request.param), spec.parse(RunSpec, cli.load(str(request.param)).to_dict())
+    config: Any = cli.load(str(request.param))
+    return name(request.param), spec.parse(RunSpec, config.to_dict())
 
 
 def test_there_are_configs():

@@ -43,7 +43,7 @@ def options(table):
     return [(name, o) for name, entry in table.items() for o in spec.options(entry)]
 
 
-def pair(table, name, option, **needed):
+def pair(table, name, option, **needed) -> tuple[Any, Any]:
     """The entry with its defaults, and with one option changed."""
     plain = spec.pick(table, spec._call(name, needed))
     changed = needed | {option: other(spec.options(table[name])[option])}

@@ -1,5 +1,6 @@
 """Stopping and going on equals never having stopped, bit for bit, at every step."""
 
+import functools
 import json
 import random
 import signal
@@ -22,8 +23,9 @@ def same_outcome(workdir, uninterrupted):
     for key in ("params_sha256", "steps", "tokens", "validation"):
         assert done[key] == expected[key], key
     assert tiny_run.lines(workdir) == tiny_run.lines(uninterrupted)
-    kept = [sorted(p.name for p in (w / "checkpoints").iterdir()) for w in (workdir, uninterrupted)]
-    assert kept[0][-1] == kept[1][-1] and not any("damaged" in n for n in kept[0] + kept[1])
+    for w in (workdir, uninterrupted):  # none was damaged, and so moved aside
+        kept = {p.name for p in (w / "checkpoints").iterdir()}
+        assert str(done["steps"]) in kept and all(name.isdigit() for name in kept)
 
 
 def test_two_runs_are_one(tmp_path, trained):
@@ -33,6 +35,10 @@ def test_two_runs_are_one(tmp_path, trained):
 
 def test_stopped_after_every_step(tmp_path, trained, monkeypatch):
     """One run in twelve parts. Steps 4 and 8 are stopped in their evaluation."""
+    for name in ("train_step", "eval_step"):  # traced once for all the parts
+        monkeypatch.setattr(
+            experiment, name, functools.partial(_once, getattr(experiment, name), {})
+        )
     for step in range(1, STEPS):
         with tiny_run.stopped(monkeypatch, step):
             done = tiny_run.run(tmp_path)
@@ -41,9 +47,12 @@ def test_stopped_after_every_step(tmp_path, trained, monkeypatch):
     same_outcome(tmp_path, trained)
 
 
-@pytest.mark.parametrize("step", [1, 4, 7])
-def test_stopped_once(tmp_path, trained, monkeypatch, step):
-    with tiny_run.stopped(monkeypatch, step):
+def _once(build, built, *arguments):
+    return built.setdefault("", build(*arguments))
+
+
+def test_stopped_once(tmp_path, trained, monkeypatch):
+    with tiny_run.stopped(monkeypatch, 7):
         assert tiny_run.run(tmp_path)["exit_reason"] == "signal"
     tiny_run.run(tmp_path)
     same_outcome(tmp_path, trained)

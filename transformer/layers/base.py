@@ -88,10 +88,10 @@ class Dims(Spec):
     side: str = context("decoder")
 
     def rules(self) -> Iterator[str]:
-        if self.heads % self.G:
-            yield f"kv_heads={self.kv_heads}: must divide heads={self.heads}"
-        if self.head_dim is None and self.dim % self.heads:
-            yield f"dim={self.dim}: not a multiple of heads={self.heads}; set head_dim to decouple"
+        if self.H % self.G:
+            yield f"kv_heads={self.kv_heads}: must divide heads={self.H}"
+        if self.head_dim is None and self.dim % self.H:
+            yield f"dim={self.dim}: not a multiple of heads={self.H}; set head_dim to decouple"
 
     def gain(self, role: str) -> float:
         """Factor on the initial standard deviation of projections with this role."""
@@ -232,7 +232,8 @@ def dropout(module: nn.Module, x: Array, rate: float) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _drop(x: Array, key: Array, rate: float) -> Array:
-    keep = _hash(jax.lax.iota(jnp.uint32, x.size), key) < np.uint32((1 - rate) * 2**32)
+    threshold = np.uint32(min((1 - rate) * 2**32, 2**32 - 1))  # 2**32 itself does not fit
+    keep = _hash(jax.lax.iota(jnp.uint32, x.size), key) < threshold
     return jnp.where(keep.reshape(x.shape), x * np.asarray(1 / (1 - rate), x.dtype), 0)
 
 
