@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh -m "not slow" tests/test_spec.py
-#   TEST_WORKERS=4 bash scripts/test.sh        tests in four processes
+#   TEST_WORKERS=4 bash scripts/test.sh        tests in four processes instead of two
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -21,4 +21,4 @@ export PATH="$PWD/.venv/bin:$PATH"
 stage lint ruff check .
 stage format ruff format --check .
 stage types pyright --pythonpath .venv/bin/python
-stage tests python -m pytest ${TEST_WORKERS:+-n "$TEST_WORKERS"} "$@"
+stage tests python -m pytest -n "${TEST_WORKERS:-2}" "$@"

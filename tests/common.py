@@ -14,6 +14,7 @@ import pytest
 from transformer.layers.base import Tokens
 from transformer.model import FAMILIES, ModelSpec
 from transformer.spec import SpecError, parse
+from transformer.spec import pick as _pick
 from transformer.state import abstract_params
 
 VOCAB = 23
@@ -33,6 +34,11 @@ DECODING = [name for name in FAMILIES if name != "encoder"]  # families with a d
 def spec(**options: Any) -> ModelSpec:
     """A tiny model; SpecError if the options do not go together."""
     return parse(ModelSpec, TINY | options)
+
+
+def pick(table: Mapping[str, Any], text: str) -> Any:
+    """An entry of a table, without a static type: what it is called with is the entry's own."""
+    return _pick(table, text)
 
 
 def accepted(cases: list[dict[str, Any]], **base: Any) -> list:

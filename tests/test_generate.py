@@ -1,6 +1,7 @@
 """Generation from models whose next token is known, and against decoding without a cache."""
 
 import itertools
+from typing import Any
 
 import common
 import jax
@@ -43,8 +44,8 @@ def continued(params, prompts, new, sampling=GREEDY, model=BIGRAM, **options):
 
 # ------------------------------------------------------------------------------- the end of a row
 
-# After the end, the table goes on: that nothing more comes is not its doing.
-ENDINGS = chain(5, 7, END, 9) + chain(6, 8, 9, 11, 12, END) + chain(10, 10)
+# After the end and after padding, the table goes on: that nothing more comes is not its doing.
+ENDINGS = chain(5, 7, END, 9) + chain(6, 8, 9, 11, 12, END) + chain(10, 10) + chain(PAD, 9)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=3, top_p=0.9)])
@@ -91,7 +92,7 @@ def nucleus(logits, temperature, top_k, top_p):
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 6, 0.8), (1.0, 0, 1e-6)],
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 6, 0.8), (1.0, 0, 1e-46)],
 )
 def test_tokens_are_drawn_from_the_distribution(temperature, top_k, top_p):
     logits = np.random.default_rng(0).normal(size=V) * 2
@@ -108,6 +109,8 @@ def test_extreme_temperatures():
         np.testing.assert_array_equal(frequencies(logits, sampling, 50), best)
     flat = frequencies(logits * 100, Sampling(temperature=1e6))
     np.testing.assert_allclose(flat, 1 / V, atol=5 * (1 / V / 4000) ** 0.5)
+    close = np.where(np.arange(V) == 5, 0.01, 0.0)
+    assert frequencies(close, Sampling(temperature=1e-6), 50)[5] == 1
     with pytest.raises(SpecError, match="temperature: must be at least 0, got -1"):
         parse(Sampling, {"temperature": -1})
 
@@ -195,7 +198,8 @@ def test_beyond_it_is_refused_with_the_numbers(length, new, message):
 
 
 def test_one_compilation_for_all_prompts_of_a_bucket():
-    params, compiled = bigram(ENDINGS), module._decode._cache_size
+    decode: Any = module._decode
+    params, compiled = bigram(ENDINGS), decode._cache_size
     continued(params, [[5]], 5)
     before = compiled()
     for length in (2, 9, PROMPT_BUCKET):

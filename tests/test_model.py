@@ -133,7 +133,8 @@ def test_an_encoder_of_its_own_sizes():
         family="encoder_decoder",
         depth=3,
         encoder_depth=1,
-        encoder_heads=8,
+        kv_heads=None,
+        encoder_heads=8,  # more than the decoder has
         encoder_ffn_dim=40,
         encoder_mask="window(size=3, ahead=1)",
         head_dim=4,

@@ -1,5 +1,7 @@
 """Objectives: which targets count, and the values of the sums, computed by hand or with NumPy."""
 
+from typing import Any
+
 import common
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 from transformer.objective import OBJECTIVES, Example
-from transformer.spec import SpecError, pick
+from transformer.spec import SpecError
 
 KEY = jax.random.key(0)
 BYTES = jnp.ones(common.VOCAB, jnp.int32)
@@ -26,15 +28,16 @@ def batch(*rows, segments=None):
 
 
 def example(batch, **options) -> Example:
-    return pick(OBJECTIVES, "causal_lm")().example(batch, common.spec(**options), KEY)
+    return common.pick(OBJECTIVES, "causal_lm")().example(batch, common.spec(**options), KEY)
 
 
 def sums(logits, targets, weights=None, objective="causal_lm", bytes_=BYTES):
     """The sums of one row of logits [T, V]."""
     logits, targets = jnp.asarray(logits)[None], jnp.asarray(targets, jnp.int32)[None]
     weights = jnp.ones(targets.shape) if weights is None else jnp.asarray(weights)[None]
-    shown = Example(None, None, targets, weights)  # type: ignore[arg-type]
-    return pick(OBJECTIVES, objective)().sums(logits, shown, bytes_)
+    no_text: Any = None
+    shown = Example(no_text, None, targets, weights)
+    return common.pick(OBJECTIVES, objective)().sums(logits, shown, bytes_)
 
 
 # --------------------------------------------------------------------------- inputs and targets
@@ -63,6 +66,13 @@ def test_targets_that_can_be_seen_do_not_count():
     """With a prefix of 3, the inputs at positions 0 and 1 see the next token."""
     shown = example(batch([4, 5, 6, 7, 8]), mask="prefix(length=3)")
     np.testing.assert_array_equal(shown.weights_BT[0], [0, 0, 1, 1])
+
+
+def test_a_short_window_makes_no_target_of_the_next_document():
+    """The window does not reach from position 3 to position 0, the segment alone tells."""
+    segments = [[1, 1, 1, 1, 2, 2]]
+    shown = example(batch([1, 7, 9, 2, 1, 8], segments=segments), mask="window(size=2)")
+    np.testing.assert_array_equal(shown.weights_BT[0], [1, 1, 1, 0, 1])
 
 
 def test_only_decoders_are_trained():
@@ -135,7 +145,10 @@ def test_no_target_at_all_is_zero_and_has_a_gradient_of_zero(objective):
 
 def test_texts_together_sum_to_the_texts_alone():
     model = common.spec()
-    params, objective = common.params(model), pick(OBJECTIVES, "causal_lm(label_smoothing=0.1)")()
+    params, objective = (
+        common.params(model),
+        common.pick(OBJECTIVES, "causal_lm(label_smoothing=0.1)")(),
+    )
     texts = [4, 5, 6], [7, 8, 9, 10, 11, 12, 13, 14, 15]
 
     def total(*rows):
@@ -176,4 +189,4 @@ def test_the_gradient_is_softmax_minus_one_hot():
 
 def test_options_out_of_range_are_refused():
     with pytest.raises(SpecError, match=r"label_smoothing: must lie in \[0, 1\)"):
-        pick(OBJECTIVES, "causal_lm(label_smoothing=1.0)")
+        common.pick(OBJECTIVES, "causal_lm(label_smoothing=1.0)")

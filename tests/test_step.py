@@ -12,7 +12,6 @@ import pytest
 
 from transformer.mesh import Mesh, MeshSpec
 from transformer.objective import OBJECTIVES
-from transformer.spec import pick
 from transformer.state import Birth, State
 from transformer.step import eval_step, train_step
 
@@ -51,7 +50,7 @@ class Linear:
 
 def descend(mesh, tx, x, weight=None, accumulate=1, updates=1):
     """Final weights and the sums of every update, from w = 0."""
-    linear = Linear()
+    linear: Any = Linear()
     x = jnp.asarray(x, jnp.float32)
     weight = jnp.ones(len(x)) if weight is None else jnp.asarray(weight, jnp.float32)
     params = {"w": jnp.zeros(x.shape[1])}
@@ -64,7 +63,7 @@ def descend(mesh, tx, x, weight=None, accumulate=1, updates=1):
         mesh.replicated,
         BYTES,
         0,
-        accumulate,  # type: ignore[arg-type]
+        accumulate,
     )
     seen = []
     for _ in range(updates):
@@ -96,7 +95,7 @@ def test_the_gradient_is_a_mean_over_targets_not_over_micro_batches(mesh, accumu
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_schedule_counts_updates(mesh, accumulate):
-    tx = optax.sgd(lambda count: 0.5 * (1 + jnp.cos(jnp.pi * count.astype(jnp.float32) / 10)))
+    tx = optax.sgd(lambda count: 0.5 * (1 + jnp.cos(jnp.pi * jnp.float32(count) / 10)))
     _, sums = descend(mesh, tx, [[1.0]] * 4, accumulate=accumulate, updates=10)
     rates = [0.5 * (1 + np.cos(np.pi * count / 10)) for count in range(10)]
     np.testing.assert_allclose([s["update_norm"][0] for s in sums], rates, atol=1e-6)
@@ -131,7 +130,7 @@ def trained(mesh, batches, accumulate=1, seed=0, **options):
     """Parameters and sums after one update for each batch."""
     model, tx = common.spec(depth=1, **options), optax.sgd(0.1)
     birth = Birth(model, tx, mesh, seed)
-    objective = pick(OBJECTIVES, "causal_lm")()
+    objective = common.pick(OBJECTIVES, "causal_lm")()
     step = train_step(model, objective, tx, mesh, birth.shardings, BYTES, seed, accumulate)
     state, all_sums = birth.fresh(), []
     for given in batches:
@@ -161,7 +160,7 @@ def test_dropout_differs_by_step_seed_and_micro_batch(mesh):
 
 def test_evaluation_drops_nothing_and_adds_up(mesh):
     """The sums of a batch are those of its rows, with dropout in the spec or without."""
-    objective, given = pick(OBJECTIVES, "causal_lm")(), batch(lengths=[9, 3, 6, 1])
+    objective, given = common.pick(OBJECTIVES, "causal_lm")(), batch(lengths=[9, 3, 6, 1])
     on, off = common.spec(dropout=0.5), common.spec()
     params = common.params(off)
     steps = [eval_step(m, objective, mesh, mesh.replicated, BYTES) for m in (on, off)]

@@ -23,7 +23,7 @@ from transformer.layers.mask import MASKS, always_looks_ahead, full, looks_ahead
 from transformer.layers.norm import NORMS
 from transformer.layers.position import POSITIONS
 from transformer.layers.residual import ORDERS, PLACEMENTS
-from transformer.spec import Choice, Count, Cycle, choice, pick
+from transformer.spec import Choice, Count, Cycle, SpecError, choice, pick
 
 PER_LAYER = ("position", "norm", "placement", "order", "mixer", "ffn")  # and the mask of a side
 
@@ -67,11 +67,11 @@ class ModelSpec(Dims):
             for name in ("depth", "heads", "ffn_dim", "mask"):
                 if (value := getattr(self, f"encoder_{name}")) is not None:
                     yield f"encoder_{name}={value}: only family=encoder_decoder has it"
-        elif self.encoder_heads:
-            if self.kv_heads and self.encoder_heads % self.kv_heads:
-                yield f"kv_heads={self.kv_heads}: must divide encoder_heads={self.encoder_heads}"
-            if self.head_dim is None and self.dim % self.encoder_heads:
-                yield f"dim={self.dim}: not a multiple of encoder_heads={self.encoder_heads}"
+        elif self.side == "decoder" and self.encoder_heads:
+            try:
+                self.of("encoder")
+            except SpecError as e:
+                yield from (f"in the encoder, {line}" for line in str(e).splitlines())
         if self.family != "encoder" and self.side == "decoder":
             for mask in dict.fromkeys(self.masks.entries):
                 if always_looks_ahead(mask):

@@ -376,8 +376,9 @@ def _fit_union(value: Any, args: tuple, path: str) -> Any:
     for arm in arms:
         try:
             return fit(value, arm, path)
-        except SpecError:
-            continue
+        except SpecError as e:
+            if ": must " in str(e):  # of the right type, so this arm was meant
+                raise
     raise SpecError(f"{path}: expected {' or '.join(map(_describe, arms))}, got {value!r}")
 
 

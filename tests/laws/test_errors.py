@@ -56,7 +56,7 @@ TOGETHER = [
     ({"model.kv_heads": 3}, "config.model: kv_heads=3: must divide heads=8"),
     (
         {"model.dim": 24, "model.position": "rope"},
-        "config.model: position=rope: turns pairs of channels, and head_dim=3 * fraction=1.0 is "
+        "config.model: position=rope: turns channels in pairs; head_dim=3 * fraction=1.0 is "
         "not even",
     ),
     (

@@ -20,7 +20,6 @@ from transformer.layers.norm import NORMS
 from transformer.layers.position import POSITIONS
 from transformer.layers.residual import ORDERS, PLACEMENTS
 from transformer.objective import OBJECTIVES, Example, cross_entropy
-from transformer.spec import pick
 from transformer.state import init_params
 
 SEPARATOR, BLANK, LETTERS = 4, 5, range(6, 22)
@@ -102,7 +101,7 @@ CASES = [*common.covering(TABLES), {"dtype": "bfloat16"}]
 @pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o.values()))
 def test_a_decoder_learns_to_look_back(options):
     model = common.spec(**SMALL | options)
-    example_of = functools.partial(next_token, pick(OBJECTIVES, "causal_lm")())
+    example_of = functools.partial(next_token, common.pick(OBJECTIVES, "causal_lm")())
     before, after = losses(model, example_of)
     assert before > 0.7 * FLOOR
     assert after < 0.1 * FLOOR / 2  # half of the targets are letters
@@ -112,7 +111,7 @@ def test_a_decoder_learns_to_look_back(options):
     ("name", "family"), [(name, f) for name, table in OBJECTIVES.items() for f in table.families]
 )
 def test_every_objective_is_learnt_by_its_families(name, family):
-    example_of = functools.partial(next_token, pick(OBJECTIVES, name)())
+    example_of = functools.partial(next_token, common.pick(OBJECTIVES, name)())
     _, after = losses(common.spec(**SMALL, family=family), example_of)
     assert after < 0.1 * FLOOR / 2
 
@@ -127,5 +126,5 @@ def test_the_other_families_learn_to_look(family, example_of):
 
 def test_without_looking_back_it_cannot_be_learnt():
     model = common.spec(**SMALL, mask="window(size=1)")
-    _, after = losses(model, functools.partial(next_token, pick(OBJECTIVES, "causal_lm")()))
+    _, after = losses(model, functools.partial(next_token, common.pick(OBJECTIVES, "causal_lm")()))
     assert after > 0.9 * FLOOR / 2

@@ -14,7 +14,7 @@ import pytest
 from transformer.layers.base import Tokens
 from transformer.model import ModelSpec
 from transformer.objective import OBJECTIVES
-from transformer.spec import Among, Choice, SpecError, options, pick
+from transformer.spec import Among, Choice, SpecError, options
 from transformer.state import abstract_params, init_params
 
 BASE = {"dropout": 0.1, "depth": 2, "max_len": 16}
@@ -52,12 +52,12 @@ def others(type_: Any, value: Any) -> Iterator[Any]:
 @functools.cache
 def program(model: ModelSpec) -> str:
     """The lowered text of initialisation and of a forward and backward pass with dropout."""
-    ids = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    ids: Any = jax.ShapeDtypeStruct((2, 5), jnp.int32)
     text = Tokens(ids, ids, ids)
     source = text if all(model.depths) else None
 
     def loss(params, key, text, source):
-        logits = model.build().apply({"params": params}, text, source, rngs={"dropout": key})
+        logits: Any = model.build().apply({"params": params}, text, source, rngs={"dropout": key})
         return jnp.square(logits).mean()
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -137,7 +137,8 @@ def test_every_option_of_an_objective(name, option):
         return str(jax.make_jaxpr(run)(jnp.ones((2, 5, common.VOCAB))))
 
     value = next(v for v in (declared.default * 2, 0.1) if v != declared.default)
-    assert sums(pick(OBJECTIVES, name)) != sums(pick(OBJECTIVES, f"{name}({option}={value})"))
+    changed = f"{name}({option}={value})"
+    assert sums(common.pick(OBJECTIVES, name)) != sums(common.pick(OBJECTIVES, changed))
 
 
 def test_a_dead_option_is_found():

@@ -2,6 +2,7 @@
 stay the same."""
 
 import functools
+from typing import Any
 
 import common
 import jax
@@ -89,7 +90,8 @@ def test_a_layer_keeps_its_values_through_both_layouts(options, family):
     stacked = stack(params, scanned)
     shapes = jax.tree.map(lambda a: a.shape, abstract_params(scanned))
     assert jax.tree.map(np.shape, stacked) == shapes
-    for side in {"encoder", "decoder"} & set(stacked):
+    sides: Any = {"encoder", "decoder"} & set(stacked)
+    for side in sides:
         period, whole = scanned.of(side).period, scanned.of(side).scanned
         for slot, block in stacked[side]["blocks"].items():
             rows = int(slot.removeprefix("block_")) + period * np.arange(whole)

@@ -1,6 +1,7 @@
 """On eight devices, however they are arranged, training is that of one device."""
 
 import functools
+from typing import Any
 
 import common
 import jax
@@ -12,7 +13,7 @@ import pytest
 from transformer.mesh import LAYOUTS, Mesh, MeshSpec
 from transformer.model import FAMILIES
 from transformer.objective import OBJECTIVES
-from transformer.spec import parse, pick
+from transformer.spec import parse
 from transformer.state import Birth
 from transformer.step import eval_step, train_step
 
@@ -45,7 +46,7 @@ def trained(mesh: Mesh, position: str):
     """Sums of three updates with dropout and accumulation, the parameters, and an evaluation."""
     model = common.spec(**WIDE, position=position, dropout=0.1, tie=False, init="lecun")
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3, momentum=0.9))
-    birth, objective = Birth(model, tx, mesh, 0), pick(OBJECTIVES, "causal_lm")()
+    birth, objective = Birth(model, tx, mesh, 0), common.pick(OBJECTIVES, "causal_lm")()
     step = train_step(model, objective, tx, mesh, birth.shardings, BYTES, 0, accumulate=2)
     state, seen = birth.fresh(), []
     for batch in batches():
@@ -83,7 +84,7 @@ def test_every_family_is_the_same_split_and_whole(family):
     where = Birth(model, optax.sgd(1.0), mesh, 0).shardings.params
 
     def loss(params, text, source):
-        logits = model.build().apply({"params": params}, text, source)
+        logits: Any = model.build().apply({"params": params}, text, source)
         return jnp.square(logits).mean()
 
     alone = jax.jit(jax.value_and_grad(loss))(params, text, source)

@@ -1,13 +1,14 @@
 """Attention against NumPy written from the definition; every kernel is under these tests."""
 
 import common
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.layers.attention import KERNELS, Where
-from transformer.spec import SpecError, pick
+from transformer.layers.attention import KERNELS, Attention, Where
+from transformer.spec import SpecError
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 B, H, G, T, S, K, W = 2, 6, 3, 4, 5, 4, 7
@@ -55,7 +56,7 @@ def test_values(kernel, dtype, tolerance, place):
     visible, bias = place
     where = Where(jnp.asarray(visible), bias_BHTS=jnp.asarray(bias, jnp.float32))
     q, k, v = heads(dtype=dtype)
-    out = pick(KERNELS, kernel)(q, k, v, where, 0.7, keep)
+    out = common.pick(KERNELS, kernel)(q, k, v, where, 0.7, keep)
     assert out.dtype == dtype
     np.testing.assert_allclose(
         out.astype(jnp.float32), by_definition(q, k, v, visible, bias, 0.7), atol=tolerance
@@ -73,7 +74,7 @@ def test_a_query_that_sees_nobody(kernel, biased, dtype):
     visible = jnp.stack([jnp.broadcast_to(alone, (3, 3)), jnp.zeros((3, 3), bool)])
 
     def run(q, k, v, visible=visible, bias=bias):
-        return pick(KERNELS, kernel)(q, k, v, Where(visible, bias_BHTS=bias), 1.0, keep)
+        return common.pick(KERNELS, kernel)(q, k, v, Where(visible, bias_BHTS=bias), 1.0, keep)
 
     def loss(q, k, v):
         return jnp.square(run(q, k, v).astype(jnp.float32)).sum()
@@ -94,7 +95,7 @@ def test_a_query_that_sees_nobody(kernel, biased, dtype):
 def test_query_heads_share_key_heads_in_order(kernel, values, expected):
     q, k = jnp.zeros((1, 4, 1, 2)), jnp.ones((1, len(values), 3, 2))
     v = jnp.broadcast_to(jnp.asarray(values, jnp.float32)[None, :, None, None], (*k.shape[:3], 1))
-    out = pick(KERNELS, kernel)(q, k, v, Where(jnp.ones((1, 1, 3), bool)), 1.0, keep)
+    out = common.pick(KERNELS, kernel)(q, k, v, Where(jnp.ones((1, 1, 3), bool)), 1.0, keep)
     np.testing.assert_allclose(out[0, :, 0, 0], expected)
 
 
@@ -108,10 +109,45 @@ def test_dropout_acts_on_the_weights(kernel, place):
     def drop(weights):
         return jnp.where(only.reshape((1,) * (weights.ndim - 1) + (S,)), weights, 0.0)
 
-    out = pick(KERNELS, kernel)(q, k, v, Where(jnp.asarray(everyone)), 1.0, drop)
+    out = common.pick(KERNELS, kernel)(q, k, v, Where(jnp.asarray(everyone)), 1.0, drop)
     no_bias, alone = np.zeros((B, H, T, S)), np.asarray(v).copy()
     alone[:, :, [0, 1, 3, 4]] = 0
     np.testing.assert_allclose(out, by_definition(q, k, alone, everyone, no_bias, 1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"value_dim": 6},  # heads * value_dim is neither dim nor heads * head_dim
+        {"heads": 6, "kv_heads": 3, "head_dim": 10},
+        {"kv_heads": 1, "score_scale": 0.3},
+        {"kv_heads": None, "bias": False},
+    ],
+)
+def test_the_whole_layer(options, cross):
+    """Projections, heads, scale and output; cross-attention takes keys and values from memory."""
+    model, rng = common.spec(**options), np.random.default_rng(0)
+    x, memory = rng.normal(size=(B, T, model.D)), rng.normal(size=(B, S, model.D))
+    memory = memory if cross else x
+    visible = np.broadcast_to(np.tri(T, memory.shape[1], dtype=bool), (B, T, memory.shape[1]))
+    layer, inputs = Attention(model, cross), (jnp.float32(x), jnp.float32(memory))
+    where = Where(jnp.asarray(visible))
+    shapes = nn.unbox(jax.eval_shape(layer.init, jax.random.key(0), *inputs, where))
+    params = jax.tree.map(lambda a: rng.normal(size=a.shape) / 2, shapes["params"])
+
+    def project(name, x):
+        return x @ params[name]["kernel"] + params[name].get("bias", 0.0)
+
+    def by_head(name, x, n):
+        return project(name, x).reshape(*x.shape[:2], n, -1).swapaxes(1, 2)
+
+    q = by_head("query", x, model.H)
+    k, v = (by_head(name, memory, model.G) for name in ("key", "value"))
+    scale, no_bias = options.get("score_scale", q.shape[-1] ** -0.5), np.zeros((B, model.H, T, S))
+    out = by_definition(q, k, v, visible, no_bias, scale).swapaxes(1, 2).reshape(B, T, -1)
+    got = layer.apply({"params": jax.tree.map(jnp.float32, params)}, *inputs, where)
+    np.testing.assert_allclose(got, project("out", out), atol=1e-4)
 
 
 def attention(params, name):

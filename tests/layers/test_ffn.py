@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from transformer.layers.ffn import ACTIVATIONS, FFNS
-from transformer.spec import pick
 from transformer.state import abstract_params
 
 ACTS = {
@@ -34,7 +33,7 @@ def test_every_activation_has_a_value_below():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_values(name, act):
     x, key = np.random.default_rng(0).normal(size=(2, 3, 16)), jax.random.key(0)
-    ffn = pick(FFNS, f"{name}(act={act!r})")(common.spec())
+    ffn = common.pick(FFNS, f"{name}(act={act!r})")(common.spec())
     shapes = nn.unbox(jax.eval_shape(ffn.init, key, jax.ShapeDtypeStruct(x.shape, jnp.float32)))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda a: rng.normal(size=a.shape) / 4, shapes["params"])
@@ -47,9 +46,12 @@ def test_values(name, act):
     np.testing.assert_allclose(got, NETWORKS[name](ACTS[act], project, x), atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "width"), [("mlp", 4 * 96), ("gated", 256)])
-def test_default_width(name, width):
-    model = common.spec(dim=96, ffn_dim=None, ffn=name)
+@pytest.mark.parametrize(
+    ("name", "dim", "width"),
+    [("mlp", 96, 4 * 96), ("gated", 96, 256), ("gated", 104, 280)],  # from 277.3
+)
+def test_default_width(name, dim, width):
+    model = common.spec(dim=dim, ffn_dim=None, ffn=name)
     assert width == model.F
     assert common.spec(dim=96, ffn_dim=100, ffn=name).F == 100
 

@@ -1,5 +1,6 @@
 """Masks against tables written by hand, and the one place where padding and segments join."""
 
+import common
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,12 +8,11 @@ import pytest
 from transformer.layers.attention import visible
 from transformer.layers.base import Tokens
 from transformer.layers.mask import MASKS, always_looks_ahead, horizon
-from transformer.spec import pick
 
 
 def looked(text: str, queries, keys):
     q, k = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None]
-    return np.asarray(pick(MASKS, text)(q, k)).astype(int)
+    return np.asarray(common.pick(MASKS, text)(q, k)).astype(int)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_who_may_look_at_whom(mask, queries, expected):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_is_the_same_for_numbers_and_arrays(mask):
-    numbers = [[int(pick(MASKS, mask)(q, k)) for k in range(40)] for q in range(40)]
+    numbers = [[int(common.pick(MASKS, mask)(q, k)) for k in range(40)] for q in range(40)]
     np.testing.assert_array_equal(looked(mask, range(40), range(40)), numbers)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_query_sees_itself(mask):
-    assert all(pick(MASKS, mask)(p, p) for p in (0, 1, 100, 10_000))
+    assert all(common.pick(MASKS, mask)(p, p) for p in (0, 1, 100, 10_000))
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_every_query_sees_itself(mask):
     [("causal", 1), ("window(size=4)", 1), ("prefix(length=3)", 3), ("prefix(length=1)", 1)],
 )
 def test_the_horizon_of_decoding(mask, expected):
-    assert horizon(pick(MASKS, mask)) == expected
-    assert not always_looks_ahead(pick(MASKS, mask))
+    assert horizon(common.pick(MASKS, mask)) == expected
+    assert not always_looks_ahead(common.pick(MASKS, mask))
 
 
 @pytest.mark.parametrize("mask", ["full", "window(size=4, ahead=1)"])
 def test_masks_that_no_decoder_can_have(mask):
-    assert always_looks_ahead(pick(MASKS, mask))
+    assert always_looks_ahead(common.pick(MASKS, mask))
 
 
 def tokens(segments, positions) -> Tokens:
@@ -75,7 +75,7 @@ def tokens(segments, positions) -> Tokens:
     ],
 )
 def test_padding_and_segments_join_the_mask(query, key, expected):
-    got = visible(pick(MASKS, "causal"), tokens(*query), tokens(*key))
+    got = visible(common.pick(MASKS, "causal"), tokens(*query), tokens(*key))
     np.testing.assert_array_equal(got[0].astype(int), expected)
 
 

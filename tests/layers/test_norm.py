@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from transformer.layers.norm import NORMS
-from transformer.spec import pick
 
 X = np.random.default_rng(0).normal(3.0, 2.0, (2, 3, 16))
 SCALE, BIAS = np.random.default_rng(1).normal(size=(2, 16))
@@ -23,7 +22,7 @@ def rms(x, eps):
 
 def run(text, x, dtype=jnp.float32):
     """The norm with the scale and bias above, as far as it has them."""
-    norm = pick(NORMS, text)(common.spec())
+    norm = common.pick(NORMS, text)(common.spec())
     x = jnp.asarray(x, dtype)
     declared = norm.init(jax.random.key(0), x).get("params", {})
     known = {"scale": jnp.asarray(SCALE, jnp.float32), "bias": jnp.asarray(BIAS, jnp.float32)}

@@ -10,12 +10,12 @@ import pytest
 from transformer.layers.attention import Where, einsum
 from transformer.layers.base import Tokens
 from transformer.layers.position import POSITIONS, alibi_slopes
-from transformer.spec import SpecError, pick
+from transformer.spec import SpecError
 from transformer.state import abstract_params
 
 
 def scheme(text: str, bidirectional: bool = False, **sizes) -> nn.Module:
-    return pick(POSITIONS, text)(common.spec(**sizes), bidirectional)
+    return common.pick(POSITIONS, text)(common.spec(**sizes), bidirectional)
 
 
 def places(*positions: int) -> jax.Array:
@@ -180,11 +180,18 @@ def test_t5_buckets(bidirectional, expected):
     np.testing.assert_array_equal(far, [expected[0]] * 2)
 
 
+def test_t5_buckets_where_the_logarithm_is_whole():
+    """5 exact ones, then one for each doubling: 5 + log2(distance / 5)."""
+    t5 = scheme("t5(buckets=10, max_distance=160)")
+    got = t5.bucket(places(0, -4, -5, -9, -10, -20, -39, -40, -80, -160))[0]
+    np.testing.assert_array_equal(got, [0, 4, 5, 5, 6, 7, 7, 8, 9, 9])
+
+
 def test_t5_bias_is_the_entry_of_head_and_bucket():
     t5, table = scheme("t5(buckets=8, max_distance=16)"), np.arange(32.0).reshape(8, 4)
     variables = {"params": {"embedding": jnp.asarray(table, jnp.float32)}}
     bias = t5.apply(variables, places(5), places(5, 4, 3, 1), method="bias")
-    np.testing.assert_array_equal(bias[0, :, 0], table[[0, 1, 2, 4]].T)
+    np.testing.assert_array_equal(jnp.asarray(bias)[0, :, 0], table[[0, 1, 2, 4]].T)
 
 
 def test_t5_refuses_options_that_do_not_go_together():
@@ -204,6 +211,7 @@ def test_cross_attention_knows_no_positions(position):
     """Moving the whole source changes nothing: not its encoding, nor how it is looked at."""
     model = common.spec(family="encoder_decoder", position=position)
     params, text, source = common.params(model), common.text(), common.source_for(model)
+    assert source
     moved = Tokens(source.ids_BT, source.segments_BT, source.positions_BT + 6)
     a, b = (common.logits(model, params, text, s) for s in (source, moved))
     np.testing.assert_allclose(a, b, atol=1e-5)

@@ -1,16 +1,19 @@
 """How sublayers join the residual stream: the wiring of every placement and order, the number of
 norms, and DeepNorm's constants."""
 
+from typing import Any
+
 import common
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from transformer.layers.base import INITS
 from transformer.layers.norm import NORMS
 from transformer.layers.residual import ORDERS, PLACEMENTS, deepnorm_constants
 from transformer.model import FAMILIES
-from transformer.spec import pick
 from transformer.state import abstract_params, init_params
 
 X = np.random.default_rng(0).normal(size=(2, 3, 16))
@@ -36,7 +39,8 @@ WIRING = {
 
 @pytest.mark.parametrize("name", WIRING)
 def test_wiring(name):
-    placement = pick(PLACEMENTS, name)(common.spec(placement=name), pick(NORMS, "rms"))
+    norm_of = common.pick(NORMS, "rms")
+    placement = common.pick(PLACEMENTS, name)(common.spec(placement=name), norm_of)
     y, _ = placement.init_with_output(jax.random.key(0), jnp.asarray(X, jnp.float32), f)
     np.testing.assert_allclose(y, WIRING[name], atol=1e-5)
 
@@ -45,10 +49,10 @@ def test_orders():
     """Sublayers +1 and *2, in residuals of their own or in one."""
     sublayers = {"a": lambda x: x + 1, "b": lambda x: 2 * x}
 
-    def around(name):
+    def around(name) -> Any:
         return lambda x, f: x + f(x)
 
-    got = {name: order(1.0, around, sublayers) for name, order in ORDERS.items()}
+    got = {name: order(jnp.float32(1), around, sublayers) for name, order in ORDERS.items()}
     assert got["sequential"] == 3.0 + 2 * 3.0
     assert got["parallel"] == 1.0 + (2.0 + 2.0)
 
@@ -127,9 +131,10 @@ def test_deepnorm_constants_of_two_stacks():
     np.testing.assert_allclose(decoder, (2.059767, 0.343295), rtol=1e-5)
 
 
-def test_deepnorm_starts_with_smaller_projections():
+@pytest.mark.parametrize("init", INITS)
+def test_deepnorm_starts_with_smaller_projections(init):
     """By beta = (8 * 4)^(-1/4) on values, outputs and the FFN, not on queries and keys."""
-    options = {"dim": 64, "ffn_dim": 256, "kv_heads": None, "depth": 4, "init": "xavier"}
+    options = {"dim": 64, "ffn_dim": 256, "kv_heads": None, "depth": 4, "init": init}
 
     def spreads(placement):
         block = init_params(common.spec(placement=placement, **options), 0)["decoder"]["block_0"]
@@ -141,3 +146,23 @@ def test_deepnorm_starts_with_smaller_projections():
     beta = 32**-0.25
     expected = {"query": 1, "key": 1, "value": beta, "out": beta, "up": beta, "down": beta}
     assert gains == pytest.approx(expected, rel=1e-4)
+
+
+def test_deepnorm_scales_each_side_by_its_own_beta():
+    """With 3 encoder and 2 decoder layers; cross-attention and gates are scaled as well."""
+
+    def spreads(placement):
+        model = common.spec(
+            family="encoder_decoder", encoder_depth=3, ffn="gated", placement=placement
+        )
+        leaves = jax.tree.leaves_with_path(nn.unbox(init_params(model, 0)))
+        named = {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in leaves}
+        return {name: float(a.std()) for name, a in named.items() if "kernel" in name}
+
+    plain, deep = spreads("post"), spreads("deepnorm")
+    betas = {"encoder": 0.87 * (3**4 * 2) ** (-1 / 16), "decoder": (12 * 2) ** -0.25}
+    assert len(plain) == 3 * 7 + 2 * 11
+    for name in plain:
+        unscaled = "query" in name or "key" in name
+        beta = 1.0 if unscaled else betas[name.split("/")[0]]
+        assert deep[name] / plain[name] == pytest.approx(beta, rel=1e-4), name

@@ -75,7 +75,8 @@ class Learned(Position):
 
 
 class Sinusoidal(Position):
-    """Vaswani et al. 2017, §3.5: channel 2i is sin(p / base^(2i/D)), channel 2i+1 its cosine."""
+    """Vaswani et al. 2017, §3.5: channel 2i is sin(p / base^(2i/D)), channel 2i+1 its cosine.
+    They are as large as embeddings times sqrt(dim): goes with embed_scale."""
 
     base: Positive = 10_000.0
 
@@ -103,11 +104,12 @@ class Rope(Position):
 
     @staticmethod
     def rules(spec: Dims, theta, fraction, interleaved) -> Iterator[str]:
-        if spec.K * fraction % 2:
+        width = spec.K * fraction
+        if abs(width / 2 - round(width / 2)) > 1e-6:  # 100 * 0.14 is not quite 14
             yield f"turns channels in pairs; head_dim={spec.K} * fraction={fraction} is not even"
 
     def rotation(self, positions_BT):
-        pairs = int(self.spec.K * self.fraction) // 2
+        pairs = round(self.spec.K * self.fraction / 2)
         frequency = (self.theta ** (-np.arange(pairs) / pairs)).astype(np.float32)
         angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
         return Rotation(jnp.sin(angle), jnp.cos(angle), self.interleaved)
