@@ -19,10 +19,10 @@ def get_config():
 
     c.optimizer = "muon"
     c.schedule = "cosine(peak=2e-2, warmup=20)"
-    c.train.steps = 500
+    c.train.steps = 700
 
-    c.eval.every = 250
+    c.eval.every = 350
     c.eval.sample = 120
     c.eval.prompt = "ROMEO.\n"
-    c.checkpoint.every = 250
+    c.checkpoint.every = 350
     return c

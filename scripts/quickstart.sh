@@ -22,7 +22,8 @@ echo "Evaluation on the validation split:"
 "$python" eval.py --workdir="$workdir"
 echo
 echo "What the model writes:"
-"$python" scripts/generate.py --workdir="$workdir" --prompt=$'ROMEO.\n' --max_new_tokens=300
+"$python" scripts/generate.py --workdir="$workdir" --prompt=$'ROMEO.\n' \
+  --max_new_tokens=300 --temperature=0.8
 cat <<END
 
 The run lies in $workdir: result.json (final metrics), metrics.jsonl (all of them), config.json,

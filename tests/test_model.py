@@ -199,8 +199,8 @@ def test_choices_vary_by_layer():
         (
             {"family": "encoder_decoder", "encoder_heads": 3, "kv_heads": 2},
             [
-                "kv_heads=2: must divide encoder_heads=3",
-                "dim=16: not a multiple of encoder_heads=3",
+                "in the encoder, kv_heads=2: must divide heads=3",
+                "in the encoder, dim=16: not a multiple of heads=3",
             ],
         ),
         ({"family": "decodr"}, ["family: unknown name 'decodr'; did you mean 'decoder'?"]),
