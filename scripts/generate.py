@@ -23,16 +23,26 @@ STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
 PROMPT = flags.DEFINE_string("prompt", None, "the text to continue; may be empty")
 INPUT = flags.DEFINE_string("input", None, "a file with one prompt a line")
 OUTPUT = flags.DEFINE_string("output", None, "a JSON-lines file to write")
-LENGTH = flags.DEFINE_integer("max_new_tokens", 128, "tokens to add at most", lower_bound=0)
+LENGTH = flags.DEFINE_integer("max_new_tokens", 128, "tokens to add at most", 0, 10**6)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: the most probable token")
 TOP_K = flags.DEFINE_integer("top_k", 0, "draw from the k most probable tokens; 0: all")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "draw from the smallest set with this probability")
-SEED = flags.DEFINE_integer("seed", 0, "of the draws", lower_bound=0)
+SEED = flags.DEFINE_integer("seed", 0, "of the draws", 0, 2**31 - 1)
 
 
 def main() -> None:
     prompts = _prompts()
-    texts = transformer.load(WORKDIR.value, STEP.value).generate(
+    if OUTPUT.value is None:
+        print("\n\n".join(p + t for p, t in zip(prompts, _texts(prompts), strict=True)))
+        return
+    with cli.open_output(OUTPUT.value) as f:
+        for prompt, text in zip(prompts, _texts(prompts), strict=True):
+            f.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+    print(f"{len(prompts)} texts in {OUTPUT.value}", file=sys.stderr)
+
+
+def _texts(prompts: list[str]) -> list[str]:
+    return transformer.load(WORKDIR.value, STEP.value).generate(
         prompts,
         max_new_tokens=LENGTH.value,
         temperature=TEMPERATURE.value,
@@ -40,13 +50,6 @@ def main() -> None:
         top_p=TOP_P.value,
         seed=SEED.value,
     )
-    if OUTPUT.value is None:
-        print("\n\n".join(p + t for p, t in zip(prompts, texts, strict=True)))
-        return
-    with open(OUTPUT.value, "w", encoding="utf-8") as f:
-        for prompt, text in zip(prompts, texts, strict=True):
-            f.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
-    print(f"{len(texts)} texts in {OUTPUT.value}", file=sys.stderr)
 
 
 def _prompts() -> list[str]:

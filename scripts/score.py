@@ -26,8 +26,8 @@ BATCH = flags.DEFINE_integer("batch_size", 32, "lines at a time; changes no scor
 
 def main() -> None:
     lines = cli.read_lines(INPUT.value)
-    scores = list(transformer.load(WORKDIR.value, STEP.value).score(lines, BATCH.value))
-    with open(OUTPUT.value, "w", encoding="utf-8") as f:
+    with cli.open_output(OUTPUT.value) as f:
+        scores = list(transformer.load(WORKDIR.value, STEP.value).score(lines, BATCH.value))
         f.writelines(json.dumps(score) + "\n" for score in scores)
     total = sum(s["logprob"] for s in scores)
     tokens = sum(s["tokens"] for s in scores)

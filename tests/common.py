@@ -42,13 +42,14 @@ def pick(table: Mapping[str, Any], text: str) -> Any:
 
 
 def accepted(cases: list[dict[str, Any]], **base: Any) -> list:
-    """pytest parameters: the tiny model of each case, those that are refused left out."""
-    out = []
+    """pytest parameters: the tiny model of each case, those that are refused left out, and
+    those that say the same in other words."""
+    out: dict[ModelSpec, Any] = {}
     for options in cases:
         with contextlib.suppress(SpecError):
             model = spec(**base | options)
-            out.append(pytest.param(model, id="-".join(map(str, options.values()))))
-    return out
+            out.setdefault(model, pytest.param(model, id="-".join(map(str, options.values()))))
+    return list(out.values())
 
 
 def covering(tables: Mapping[str, Iterable[str]]) -> list[dict[str, str]]:

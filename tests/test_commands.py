@@ -56,8 +56,8 @@ def test_a_numerical_failure(tmp_path, config):
     """3, and the message names the step."""
     options = {"schedule": "constant(peak=1e30)", "checkpoint__every": 1}
     ran = tiny_run.command("train.py", config(**options), f"--workdir={tmp_path}")
-    assert (ran.returncode, ran.stderr) == (3, "")
-    assert ran.stdout.startswith("non-finite update_norm at step 1 after 0 steps")
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert ran.stderr.startswith("non-finite update_norm at step 1 after 0 steps")
     assert json.loads((tmp_path / "result.json").read_text())["params_sha256"] is None
     assert Checkpoints(tmp_path / "checkpoints", CheckpointSpec()).steps() == []
 

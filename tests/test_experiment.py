@@ -48,7 +48,7 @@ def test_what_a_run_leaves(trained):
     found = {p.name for p in trained.iterdir()}
     assert found == {
         *("config.json", "tokenizer.json", "metrics.jsonl", "result.json"),
-        *("checkpoints", "data"),
+        *("checkpoints", "data", ".lock"),
     }
     stored = spec.parse(RunSpec, json.loads((trained / "config.json").read_text()))
     assert stored == experiment.resolve(tiny_run.run_spec(), stored.model.vocab)
@@ -303,3 +303,12 @@ def test_bfloat16_keeps_float32_parameters_and_moments(tmp_path):
     assert {path for path in dtypes if dtypes[path] == "int32"} == {
         *("step", "opt_state/1/0/count", "opt_state/1/2/count")
     }
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path):
+    with (
+        experiment._alone_in(tmp_path),
+        pytest.raises(SpecError, match="another process is training there"),
+    ):
+        experiment.train(tiny_run.run_spec(), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock"]

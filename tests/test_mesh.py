@@ -95,8 +95,10 @@ def test_every_parameter_has_a_logical_name_for_each_axis(family, options):
 
 def test_an_axis_without_a_rule_is_an_error():
     leaf = nn.LogicallyPartitioned(jax.ShapeDtypeStruct((4,), np.float32), ("nowhere",))
-    with pytest.raises(KeyError, match="no rule for axis 'nowhere'"):
+    with pytest.raises(SpecError, match="parameter w: unknown axis 'nowhere'"):
         mesh().refuse_indivisible({"w": leaf}, {})
+    with pytest.raises(SpecError, match="parameter w has no logical axes"):
+        mesh().refuse_indivisible({"w": jax.ShapeDtypeStruct((4,), np.float32)}, {})
 
 
 GRIDS = [

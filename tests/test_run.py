@@ -1,5 +1,7 @@
 """A trained model in hand: logits, continuations, scores."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ import transformer
 from transformer.data import feed
 from transformer.evaluate import evaluate
 from transformer.layers.base import Tokens
+from transformer.layers.mask import MASKS
 from transformer.mesh import Mesh, MeshSpec
-from transformer.spec import SpecError
+from transformer.spec import SpecError, pick
 from transformer.step import eval_step
 
 TEXTS = ["ten green bottles", "", "wall", "if one green bottle should accidentally fall\n" * 2]
@@ -102,3 +105,47 @@ def test_what_cannot_be_encoded_or_is_too_long(run, trained, tmp_path):
     with pytest.raises(SpecError, match="text 2 has 21 tokens .* more than model.max_len=16"):
         list(short.score(["wall", "a" * 20]))
     assert jax.tree.leaves(short.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "generate.temperature: must be at least 0, got -1.0"),
+        ({"temperature": float("nan")}, "generate.temperature: expected a number, got nan"),
+        ({"top_k": -1}, "generate.top_k: must be at least 0, got -1"),
+        ({"top_p": 0.0}, "generate.top_p: must lie in"),
+        ({"top_p": 2.0}, "generate.top_p: must lie in"),
+    ],
+)
+def test_sampling_out_of_range_is_refused(trained, options, message):
+    with pytest.raises(SpecError, match=message):
+        transformer.load(trained).generate(["a"], max_new_tokens=1, **options)
+
+
+def test_what_is_no_list_of_texts_or_no_ids_is_refused(trained):
+    run = transformer.load(trained)
+    for call in (run.generate, lambda text: list(run.score(text))):
+        with pytest.raises(SpecError, match="must be a list of texts"):
+            call("To be")
+    for ids, message in ([[10**6]], "ids must lie in"), ([[1.5]], "whole numbers"), ([1], "B, T"):
+        with pytest.raises(SpecError, match=message):
+            run.logits(ids)
+    assert repr(run).startswith("<Run: decoder, ")
+
+
+def test_scoring_leaves_out_what_a_prefix_mask_shows(trained):
+    """Of a text and its end, the tokens at positions 1 and 2 can be seen from before them."""
+    run = transformer.load(trained)
+    mask = pick(MASKS, "prefix(length=3)")
+    model = dataclasses.replace(run.spec.model, mask=mask)
+    run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, model=model))
+    text = "ten green"
+    (score,) = run.score([text])
+    ids = np.array([[1, *run.tokenizer.encode(text), 2]])
+    place = np.arange(ids.shape[1])[None]
+    batch = {"tokens": ids, "segments": np.ones_like(ids), "positions": place}
+    example = run.spec.objective().example(batch, model, jax.random.key(0))
+    assert score["tokens"] == len(text) + 1 - 2 == example.weights_BT.sum()
+    logprobs = jax.nn.log_softmax(run.logits(ids[:, :-1]), -1)
+    each = np.take_along_axis(np.asarray(logprobs)[0], ids[0, 1:, None], -1)[2:]
+    np.testing.assert_allclose(score["logprob"], each.sum(), rtol=1e-5)

@@ -10,6 +10,10 @@ import importlib
 _DOORS = {"load": "workdir", "train": "experiment", "defaults": "experiment"}
 
 
+def __dir__() -> list[str]:
+    return sorted(_DOORS)
+
+
 def __getattr__(name: str):
     # Late, so that reading a config or a spec does not wait for JAX.
     if name in _DOORS:

@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import math
+import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -54,8 +55,8 @@ class Checkpoints:
         """Steps with a directory, oldest first; whether they can be read is another matter."""
         if not self.directory.is_dir():
             return []
-        found = (p for p in self.directory.iterdir() if p.name.isdigit() and p.is_dir())
-        return sorted(int(p.name) for p in found)
+        found = (p.name for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir())
+        return sorted(int(name) for name in found if name == str(int(name)))
 
     def best_step(self) -> int | None:
         """The step with the lowest metric, the first of them if several have it."""
@@ -263,11 +264,11 @@ def _hush_orbax() -> None:
 
 
 def _brief(error: Exception) -> str:
-    """The first line of an error; of a long one of TensorStore the beginning, and the end if that
-    is what the operating system said."""
+    """The first line of an error; of a long one of TensorStore the beginning, and what the
+    operating system said."""
     line = next(iter(str(error).splitlines()), type(error).__name__).split(". See full")[0]
-    end = f" … {line[-160:]}" if "os_error_code" in line[-40:] else ""
-    return line if len(line) < 300 else f"{line[:120]}{end}"
+    system = re.search(r"([^:]+) \[os_error_code", line)
+    return line if len(line) < 300 else f"{line[:120]} …{system[1] if system else ''}"
 
 
 def refuse_changed(old: dict, new: dict, ignore: Collection[str]) -> None:

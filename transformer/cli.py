@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 from absl import app, flags, logging
@@ -139,6 +139,14 @@ def read_lines(file: str) -> list[str]:
         raise SpecError(f"{file}: not UTF-8 at byte {e.start}") from None
     lines = text.split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
+def open_output(file: str) -> IO[str]:
+    """The file to write results to, before the work that makes them. SpecError if it cannot be."""
+    try:
+        return Path(file).expanduser().open("w", encoding="utf-8")
+    except OSError as e:
+        raise SpecError(f"--output={file}: cannot be written ({e.strerror})") from None
 
 
 class _Literal(flags.ArgumentParser):

@@ -6,10 +6,10 @@ in a fixed order (log, evaluate, sample, checkpoint), then a look at whether a s
 """
 
 import dataclasses
-import tempfile
+import fcntl
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -25,7 +25,7 @@ from transformer.meter import Meter, NumericalFailure
 from transformer.model import ModelSpec
 from transformer.objective import OBJECTIVES
 from transformer.run import Run
-from transformer.spec import Choice, Count, Natural, Positive, Spec, SpecError, choice
+from transformer.spec import Choice, Count, Must, Natural, Positive, Spec, SpecError, choice
 from transformer.state import Birth, State
 from transformer.step import eval_step, train_step
 from transformer.stop import Stop
@@ -36,12 +36,15 @@ MAY_CHANGE = (  # between the parts of one run; everything else would make it an
 )
 
 
+Many = Annotated[int, Must("lie in [1, 2**62)", lambda n: 1 <= n < 2**62)]
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainSpec(Spec):
     """How long and how carefully to train. Exactly one of the first three is given."""
 
     steps: Count | None = None  # updates
-    tokens: Count | None = None  # tokens in training batches, rounded up to whole updates
+    tokens: Many | None = None  # tokens in training batches, rounded up to whole updates
     epochs: Positive | None = None  # passes over the training split
     seed: Natural = 0  # of initialisation, dropout and data order
     accumulate: Count = 1  # micro-batches an update is summed over
@@ -128,6 +131,8 @@ class Experiment:
         self.updates = run.train.updates(
             run.data.packing(self.data.stream("train"), run.data.seq_len).rows, run.data
         )
+        if self.updates >= 2**31:
+            raise SpecError(f"config.train: {self.updates:.3g} updates; must be below 2**31")
         self.feed = feed.train_feed(self.data, run.data, run.train.seed)
         self.mesh = Mesh(run.mesh)
         self._refuse_batch()
@@ -201,21 +206,32 @@ def train(config: Mapping[str, Any] | RunSpec, workdir: str | Path) -> dict[str,
     "done", "signal" (a checkpoint is saved, the same call goes on) or "non-finite".
     """
     run = config if isinstance(config, RunSpec) else spec.parse(RunSpec, config)
-    workdir = Path(workdir).expanduser().absolute()
-    _refuse_workdir(workdir, run)
-    with Stop() as stop:
+    workdir = result.folder(workdir)
+    with _alone_in(workdir), Stop() as stop:
+        _refuse_other_run(workdir, run)
         x = Experiment(run, workdir)
         return _Session(x, stop).go()
 
 
-def _refuse_workdir(workdir: Path, run: RunSpec) -> None:
-    """SpecError if nothing can be written there, or if it holds another run: before its data and
-    tokenizer are touched. What the data decides is compared later, with the checkpoint."""
+def _alone_in(workdir: Path) -> IO:
+    """The lock of the working directory, as long as it is open. SpecError if it cannot be written
+    to, or another process trains there. (The system frees the lock of a process that dies.)"""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
+        lock = (workdir / ".lock").open("w")
     except OSError as e:
         raise SpecError(f"--workdir={workdir}: cannot be written to ({e.strerror})") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise SpecError(f"--workdir={workdir}: another process is training there") from None
+    return lock
+
+
+def _refuse_other_run(workdir: Path, run: RunSpec) -> None:
+    """SpecError if the directory holds another run: before its data and tokenizer are touched.
+    What the data decides is compared later, with the checkpoint."""
     if not Checkpoints(workdir / "checkpoints", run.checkpoint).steps():
         return
     try:
@@ -329,8 +345,10 @@ class _Session:
 
     def _finished(self) -> dict[str, Any] | None:
         """The result of a run that has nothing left to do."""
-        path = self.x.workdir / "result.json"
-        done = result.read_json(path) if path.exists() else {}
+        try:
+            done = result.read_json(self.x.workdir / "result.json")
+        except SpecError:
+            return None  # it is written anew
         return (
             done
             if (done.get("exit_reason"), done.get("steps")) == ("done", self.x.updates)

@@ -17,7 +17,7 @@ import numpy as np
 from flax.linen import spmd
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from transformer.spec import Choice, Count, Spec, SpecError, choice
+from transformer.spec import Choice, Count, Spec, SpecError, choice, unknown
 
 AXES = ("data", "fsdp", "tensor")
 _LOGICAL = (  # of parameters, then of activations
@@ -121,11 +121,16 @@ class Mesh:
         for path, leaf in jax.tree.leaves_with_path(
             boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
         ):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            if not isinstance(leaf, nn.LogicallyPartitioned):
+                raise SpecError(
+                    f"parameter {where} has no logical axes; make it with Dense, Embedding or "
+                    "parameter() of transformer/layers/base.py"
+                )
             for length, name in zip(leaf.value.shape, leaf.names, strict=True):
                 if name not in dict(self.rules):
-                    raise KeyError(f"{jax.tree_util.keystr(path)}: no rule for axis {name!r}")
+                    raise SpecError(f"parameter {where}: {unknown(name, dict(self.rules), 'axis')}")
                 if length % self._size(name):
-                    where = jax.tree_util.keystr(path, simple=True, separator="/")
                     problems.append(
                         f"config.mesh: {where} has {length} along {name}, which cannot be split "
                         f"over {self._size(name)} devices"

@@ -70,6 +70,11 @@ def wsd(
     """Warm up, stay at `peak`, decay over the last share `decay` of the run (Hu et al. 2024,
     MiniCPM); `sqrt` falls as 1 - sqrt (Hägele et al. 2024)."""
     start = steps - max(1, round(decay * steps))
+    if warmup > start:
+        raise SpecError(
+            f"config.schedule=wsd: warm-up and decay take {warmup + steps - start} updates, "
+            f"the run has {steps}"
+        )
 
     def fall(count):
         progress = _progress(count, start, steps)
@@ -210,12 +215,11 @@ def build(
     optimizer: Choice, schedule: Choice, steps: int, dim: int, clip: float | None
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Clipping of the global norm, if asked for, then the optimizer on its schedule. SpecError if
-    the run is too short for the schedule's warm-up and decay."""
-    times = schedule.options
-    needed = times.get("warmup", 0) + round(times.get("decay", 0.0) * steps)
-    if needed > steps:
+    the run is too short for the schedule's warm-up."""
+    warmup = schedule.options.get("warmup", 0)
+    if warmup > steps:
         raise SpecError(
-            f"config.schedule={schedule}: warm-up and decay take {needed} updates, "
+            f"config.schedule={schedule}: its warm-up would take {warmup} updates, "
             f"the run has {steps}"
         )
     rate = schedule(steps, dim)
@@ -274,7 +278,10 @@ def _per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 def _rank(path) -> int:
     if _name(path) not in RANKS:
         where = jax.tree_util.keystr(path, simple=True, separator="/")
-        raise SpecError(f"{where}: optimizers know parameters named {', '.join(sorted(RANKS))}")
+        raise SpecError(
+            f"{where}: optimizers know parameters named {', '.join(sorted(RANKS))}; "
+            "take one of these names"
+        )
     return RANKS[_name(path)]
 
 

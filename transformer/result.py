@@ -59,6 +59,16 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def folder(workdir: str | Path) -> Path:
+    """The absolute path of a working directory; SpecError if it names none."""
+    try:
+        if str(workdir):
+            return Path(workdir).expanduser().absolute()
+    except RuntimeError as e:  # ~somebody who has no home
+        raise SpecError(f"--workdir={workdir}: {e}") from None
+    raise SpecError("--workdir: must not be empty")
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""
     part = path.with_name(f".{path.name}.part")
@@ -69,7 +79,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a file that `write_json` wrote; SpecError if it is missing or damaged."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        return content
     except FileNotFoundError:
         raise SpecError(f"{path.parent} is no working directory: it has no {path.name}") from None
     except (OSError, ValueError) as e:

@@ -13,13 +13,14 @@ import numpy as np
 from transformer.data.tokens import BOS, EOS, PAD, SPECIALS, Tokenizer
 from transformer.generate import Sampling, generate
 from transformer.layers.base import Array, Tokens
+from transformer.layers.mask import looks_ahead
 from transformer.model import ModelSpec
-from transformer.spec import SpecError
+from transformer.spec import SpecError, parse
 
 SCORE_BUCKET = 64  # lengths of scored texts are padded to a multiple
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Run:
     """Attributes: `spec`, the resolved RunSpec; `params`; `tokenizer`; `step` of the checkpoint."""
 
@@ -34,7 +35,9 @@ class Run:
 
     def logits(self, tokens, mask=None, source=None, source_mask=None) -> Array:
         """ids [B, T] -> float32 [B, T, V]; masks are true at real tokens, `source` [B, S] is for an
-        encoder-decoder."""
+        encoder-decoder. SpecError for what are no ids of the vocabulary."""
+        for name, ids in (("tokens", tokens), ("source", source)):
+            self._refuse_ids(name, ids)
         text = Tokens.of(jnp.asarray(tokens, jnp.int32), _array(mask))
         given = None
         if source is not None:
@@ -52,13 +55,15 @@ class Run:
         seed: int = 0,
     ) -> list[str]:
         """The continuation of each prompt, up to `max_new_tokens` or the end of the text, whichever
-        comes first. temperature 0: greedy."""
+        comes first. temperature 0: greedy. SpecError for options out of their range."""
+        _refuse_text(prompts)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         out = generate(
             self.spec.model,
             self.params,
             [[BOS, *self.tokenizer.encode(prompt)] for prompt in prompts],
             max_new_tokens,
-            Sampling(temperature, top_k, top_p),
+            parse(Sampling, sampling, "generate"),
             allowed_V=self._drawable(),
             end=EOS,
             pad=PAD,
@@ -70,6 +75,7 @@ class Run:
         """For each text, in order: `logprob`, the sum of the log-probabilities in nats of its
         tokens and of the end after them, given the beginning; `tokens`, how many those are;
         `eos_logprob`, the part of the end alone."""
+        _refuse_text(texts)
         texts = list(texts)
         rows = [np.array([BOS, *self.tokenizer.encode(t), EOS], np.int32) for t in texts]
         self._refuse_long(rows)
@@ -90,10 +96,13 @@ class Run:
             _target_logprobs(self.spec.model, self.params, jnp.asarray(ids), jnp.asarray(real)),
             np.float64,
         )
+        # As in training, a target that can be seen from the position before it does not count.
+        masks = self.spec.model.masks.entries
+        counts = ~np.array([any(looks_ahead(m, t) for m in masks) for t in range(width - 1)])
         return [
             {
-                "logprob": float(logprob_T[: len(row) - 1].sum()),
-                "tokens": len(row) - 1,
+                "logprob": float((logprob_T * counts)[: len(row) - 1].sum()),
+                "tokens": int(counts[: len(row) - 1].sum()),
                 "eos_logprob": float(logprob_T[len(row) - 2]),
             }
             for logprob_T, row in zip(logprob_BT, rows, strict=False)
@@ -108,12 +117,32 @@ class Run:
                     f"model.max_len={limit}"
                 )
 
+    def _refuse_ids(self, name: str, ids: Any) -> None:
+        if ids is None:
+            return
+        a = np.asarray(ids)
+        if a.ndim != 2 or not np.issubdtype(a.dtype, np.integer):
+            raise SpecError(f"{name}: must be whole numbers [B, T], got {a.dtype} {list(a.shape)}")
+        if a.size and not 0 <= a.min() <= a.max() < self.spec.model.V:
+            raise SpecError(
+                f"{name}: ids must lie in [0, {self.spec.model.V}), got {a.min()} to {a.max()}"
+            )
+
+    def __repr__(self) -> str:
+        count = sum(a.size for a in jax.tree.leaves(self.params))
+        return f"<Run: {self.spec.model.family}, {count:,} parameters, step {self.step}>"
+
     def _drawable(self) -> np.ndarray:
         """Tokens that stand for text, and the end."""
         allowed = np.ones(self.tokenizer.size, bool)
         allowed[: len(SPECIALS)] = False
         allowed[EOS] = True
         return allowed
+
+
+def _refuse_text(texts: Any) -> None:
+    if isinstance(texts, str):
+        raise SpecError(f"texts: must be a list of texts, got one: {texts[:40]!r}")
 
 
 def _array(mask) -> Array | None:

@@ -46,8 +46,9 @@ class Among:
     table: Mapping[str, Any]
 
 
-Count = Annotated[int, Must("be at least 1", lambda v: v >= 1)]
-Natural = Annotated[int, Must("be at least 0", lambda v: v >= 0)]
+_COUNTABLE = Must("be below 2**31", lambda v: v < 2**31)  # devices count with 32 bits
+Count = Annotated[int, Must("be at least 1", lambda v: v >= 1), _COUNTABLE]
+Natural = Annotated[int, Must("be at least 0", lambda v: v >= 0), _COUNTABLE]
 Positive = Annotated[float, Must("be above 0", lambda v: v > 0)]
 NonNegative = Annotated[float, Must("be at least 0", lambda v: v >= 0)]
 Rate = Annotated[float, Must("lie in [0, 1)", lambda v: 0 <= v < 1)]

@@ -24,12 +24,16 @@ MAY_DIFFER = (  # in an evaluation
 
 def stored(workdir: str | Path) -> dict[str, Any]:
     """The config that a working directory was trained with."""
-    return result.read_json(Path(workdir).expanduser().absolute() / "config.json")
+    config = result.read_json(result.folder(workdir) / "config.json")
+    run = spec.parse(RunSpec, config)
+    if run.model.vocab is None:
+        raise SpecError(f"{workdir}/config.json: model.vocab is missing")
+    return spec.as_dict(run)
 
 
 def load(workdir: str | Path, step: int | str = "latest") -> Run:
     """The model of a working directory; `step` is a number, "latest" or "best"."""
-    workdir = Path(workdir).expanduser().absolute()
+    workdir = result.folder(workdir)
     run = spec.parse(RunSpec, stored(workdir))
     tokenizer = _tokenizer(workdir)
     return _restored(run, workdir, step, tokenizer)
@@ -38,7 +42,7 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
 def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec) -> dict[str, Any]:
     """Metrics of a run on a whole split, on all devices. `run` may differ from the stored one in
     what MAY_DIFFER names; another source is tokenised beside that of the training."""
-    workdir = Path(workdir).expanduser().absolute()
+    workdir = result.folder(workdir)
     was = spec.parse(RunSpec, stored(workdir))
     refuse_changed(spec.as_dict(was), spec.as_dict(run), ignore=MAY_DIFFER)
     tokenizer = _tokenizer(workdir)
@@ -60,7 +64,7 @@ def _tokenizer(workdir: Path) -> Tokenizer:
 
 
 def _restored(run: RunSpec, workdir: Path, step: int | str, tokenizer: Tokenizer) -> Run:
-    which = int(step) if str(step).isdigit() else step
+    which = int(step) if str(step).isdecimal() else step
     if which not in ("latest", "best") and not isinstance(which, int):
         raise SpecError(f"--step={step}: must be a number, latest or best")
     store = Checkpoints(workdir / "checkpoints", run.checkpoint)

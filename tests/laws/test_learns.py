@@ -95,12 +95,15 @@ TABLES = {
     "order": ORDERS,
     "init": INITS,
 }
-CASES = [*common.covering(TABLES), {"dtype": "bfloat16"}]
+# One choice at a time, so that a failure names the entry that does not learn.
+CASES = common.accepted(
+    [{field: name} for field, table in TABLES.items() for name in table] + [{"dtype": "bfloat16"}],
+    **SMALL,
+)
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(o.values()))
-def test_a_decoder_learns_to_look_back(options):
-    model = common.spec(**SMALL | options)
+@pytest.mark.parametrize("model", CASES)
+def test_a_decoder_learns_to_look_back(model):
     example_of = functools.partial(next_token, common.pick(OBJECTIVES, "causal_lm")())
     before, after = losses(model, example_of)
     assert before > 0.7 * FLOOR

@@ -26,9 +26,12 @@ def traced(model, text, source):
 
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_product_of_choices(family, position):
+@pytest.mark.parametrize(
+    "rest", [REST[::13], pytest.param(REST, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_the_product_of_choices(family, position, rest):
     text = common.text(2, 5)
-    for placement, norm, ffn, mask in REST:
+    for placement, norm, ffn, mask in rest:
         options = {"placement": placement, "norm": norm, "ffn": ffn, "mask": mask}
         try:
             model = common.spec(depth=1, family=family, position=position, **options)

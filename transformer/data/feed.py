@@ -10,14 +10,14 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 
 from transformer.data.source import SOURCES
 from transformer.data.store import Data, Stream, tokenise
 from transformer.data.tokens import BOS, PAD, TOKENIZERS, Tokenizer
-from transformer.spec import Choice, Count, Natural, Spec, SpecError, choice
+from transformer.spec import Choice, Count, Must, Natural, Spec, SpecError, choice
 
 Batch = dict[str, np.ndarray]
 """`tokens`, `segments` and `positions`, each int32 [B, T + 1]."""
@@ -97,7 +97,9 @@ class DataSpec(Spec):
     seq_len: Count = 256  # tokens a row predicts
     packing: Choice = choice(PACKINGS, "windows")
     shuffle: bool = True
-    prefetch: Natural = 2  # batches made ahead of their use by a thread; 0: made when asked for
+    prefetch: Annotated[Natural, Must("be at most 1000", lambda n: n <= 1000)] = (
+        2  # batches made ahead of their use by a thread; 0: made when asked for
+    )
 
 
 def prepare(spec: DataSpec, workdir: Path, tokenizer: Tokenizer | None = None) -> Data:
