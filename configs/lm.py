@@ -1,6 +1,9 @@
 """Language modelling on Shakespeare's works: the first experiment.
 
-python train.py --config=configs/lm.py --workdir=runs/lm
+    python train.py --config=configs/lm.py --workdir=runs/lm
+
+Expected: validation loss 3.91 nats per token (unigrams: 6.10), 2.14 bits per byte, after 700 steps;
+two to three minutes on two CPU cores.
 """
 
 from transformer import defaults

@@ -7,7 +7,7 @@ validation split). Expected: validation loss 1.47 at the best step, reached arou
 5000 (published for nanoGPT, whose settings these are: github.com/karpathy/nanoGPT, README); the
 best checkpoint is kept. Minutes on one GPU, half a day on two CPU cores.
 
-The same source publishes 1.88 for a smaller run, which took four minutes on two CPU cores here and
+The same source publishes 1.88 for a smaller run, which took four minutes on two CPU cores and
 ended at 1.891 (2.42, 2.29, 2.16, 2.08, 2.00, 1.94, 1.90 at every 250 steps before):
 
     python train.py --config=configs/shakespeare_char.py:input.txt --workdir=runs/char-small \\
