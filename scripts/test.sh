@@ -21,4 +21,4 @@ export PATH="$PWD/.venv/bin:$PATH"
 stage lint ruff check .
 stage format ruff format --check .
 stage types pyright --pythonpath .venv/bin/python
-stage tests python -m pytest -n "${TEST_WORKERS:-2}" "$@"
+stage tests python -m pytest ${TEST_WORKERS:+-n "$TEST_WORKERS"} "$@"
