@@ -1,8 +1,10 @@
 """A laboratory for Transformers: every variant from one config, trained, resumed and compared.
 
-import transformer
-run = transformer.load("runs/lm")
-run.generate(["To be"], max_new_tokens=64, temperature=0.8)
+    import transformer
+    run = transformer.load("runs/lm")
+    run.generate(["To be"], max_new_tokens=64, temperature=0.8)
+
+`transformer.train(config, workdir)` is what train.py calls, and configs start from `defaults()`.
 """
 
 import importlib

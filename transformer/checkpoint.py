@@ -60,8 +60,7 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """The step with the lowest metric, the first of them if several have it."""
-        metrics = self._read_metrics()
-        return min(metrics, key=lambda n: (metrics[n], n), default=None)
+        return _lowest(self._read_metrics())
 
     def save(self, step: int, state: Any, record: dict, metric: float | None = None) -> bool:
         """Starts writing the state (a tree of arrays) and the record of a step, and returns once
@@ -150,7 +149,7 @@ class Checkpoints:
         keep = set(ours[-self._spec.keep :])
         metrics = {n: m for n, m in self._metrics.items() if n in ours}
         if self._spec.best is not None and metrics:
-            keep.add(min(metrics, key=lambda n: (metrics[n], n)))
+            keep.add(_lowest(metrics))
         return [c.step in keep or c.step not in ours for c in checkpoints]
 
     def _is_ours(self, step: int) -> bool:
@@ -245,6 +244,11 @@ class Checkpoints:
             raise OSError(
                 f"checkpoint of step {step} in {self.directory}: cannot be written: {_brief(e)}"
             ) from e
+
+
+def _lowest(metrics: dict[int, float]) -> int | None:
+    """The step with the lowest metric, the first of them if several have it."""
+    return min(metrics, key=lambda n: (metrics[n], n), default=None)
 
 
 @functools.cache

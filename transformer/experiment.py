@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from transformer import optim, result, spec
 from transformer.checkpoint import Checkpoints, CheckpointSpec, refuse_changed
 from transformer.data import feed, tokens
+from transformer.data.store import Data
 from transformer.evaluate import evaluate
 from transformer.generate import refuse_lengths
 from transformer.log import LogSpec, Writers
@@ -157,9 +158,7 @@ class Experiment:
         )
 
     def evaluate(self, params: Any, stop: Stop) -> dict[str, float] | None:
-        size = self.run.eval.batch_size or self.run.data.batch_size
-        size = -(-size // self.mesh.batch_shards) * self.mesh.batch_shards
-        batches = feed.eval_batches(self.data, self.run.data, self.run.eval.split, size)
+        batches = eval_batches(self.run, self.data, self.run.eval.split, self.mesh)
         return evaluate(self.eval_step, params, self.mesh, batches, lambda: stop.requested)
 
     def sample(self, params: Any, step: int) -> str:
@@ -186,6 +185,13 @@ class Experiment:
                 refuse_lengths(run.model, [1 + len(prompt)], run.eval.sample)
         except SpecError as e:
             raise SpecError(f"config.eval: {e}") from None
+
+
+def eval_batches(run: RunSpec, data: Data, split: str, mesh: Mesh) -> Iterator[feed.Batch]:
+    """The split once, in batches of a size that the devices divide."""
+    size = run.eval.batch_size or run.data.batch_size
+    size = -(-size // mesh.batch_shards) * mesh.batch_shards
+    return feed.eval_batches(data, run.data, split, size)
 
 
 def resolve(run: RunSpec, vocab: int) -> RunSpec:
@@ -349,11 +355,8 @@ class _Session:
             done = result.read_json(self.x.workdir / "result.json")
         except SpecError:
             return None  # it is written anew
-        return (
-            done
-            if (done.get("exit_reason"), done.get("steps")) == ("done", self.x.updates)
-            else None
-        )
+        complete = (done.get("exit_reason"), done.get("steps")) == ("done", self.x.updates)
+        return done if complete else None
 
     def _conclude(self, state: State | None, reason: str) -> dict[str, Any]:
         meter, x = self.meter, self.x

@@ -3,12 +3,11 @@
 import math
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from transformer import spec
+from transformer import result, spec
 from transformer.data import feed
 from transformer.experiment import RunSpec, resolve
 from transformer.model import PER_LAYER, ModelSpec
@@ -20,7 +19,7 @@ def sheet(run: RunSpec, workdir: str | None = None) -> str:
     if the model's vocabulary depends on it."""
     if run.model.vocab is None:
         with tempfile.TemporaryDirectory() as scratch:
-            place = Path(workdir or scratch).expanduser().absolute()
+            place = result.folder(workdir or scratch)
             run = resolve(run, feed.prepare(run.data, place).tokenizer.size)
     else:
         run = resolve(run, run.model.vocab)

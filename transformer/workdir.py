@@ -8,7 +8,7 @@ from transformer.checkpoint import Checkpoints, refuse_changed
 from transformer.data import feed, tokens
 from transformer.data.tokens import Tokenizer
 from transformer.evaluate import evaluate
-from transformer.experiment import RunSpec
+from transformer.experiment import RunSpec, eval_batches
 from transformer.mesh import Mesh, MeshSpec
 from transformer.run import Run
 from transformer.spec import SpecError
@@ -50,9 +50,7 @@ def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec)
     place = workdir if run.data.source == was.data.source else workdir / "evaluation"
     data = feed.prepare(run.data, place, tokenizer)
     mesh = Mesh(MeshSpec())
-    size = run.eval.batch_size or run.data.batch_size
-    size = -(-size // mesh.batch_shards) * mesh.batch_shards
-    batches = feed.eval_batches(data, run.data, split, size)
+    batches = eval_batches(run, data, split, mesh)
     compiled = eval_step(run.model, run.objective(), mesh, mesh.replicated, tokenizer.byte_lengths)
     metrics = evaluate(compiled, found.params, mesh, batches)
     assert metrics is not None

@@ -19,6 +19,7 @@ from transformer.data.store import Data, Stream, tokenise
 from transformer.data.tokens import BOS, PAD, TOKENIZERS, Tokenizer
 from transformer.spec import Choice, Count, Must, Natural, Spec, SpecError, choice
 
+Ahead = Annotated[Natural, Must("be at most 1000", lambda n: n <= 1000)]
 Batch = dict[str, np.ndarray]
 """`tokens`, `segments` and `positions`, each int32 [B, T + 1]."""
 
@@ -97,9 +98,7 @@ class DataSpec(Spec):
     seq_len: Count = 256  # tokens a row predicts
     packing: Choice = choice(PACKINGS, "windows")
     shuffle: bool = True
-    prefetch: Annotated[Natural, Must("be at most 1000", lambda n: n <= 1000)] = (
-        2  # batches made ahead of their use by a thread; 0: made when asked for
-    )
+    prefetch: Ahead = 2  # batches made ahead of their use by a thread; 0: made when asked for
 
 
 def prepare(spec: DataSpec, workdir: Path, tokenizer: Tokenizer | None = None) -> Data:
