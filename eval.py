@@ -2,7 +2,10 @@
 [--config.data.…]
 
 Goes once through the whole split, each target counted once, and prints one JSON object last: loss
-and nll in nats per target, perplexity = exp(nll), accuracy, bits_per_byte, tokens (targets).
+and nll in nats per target, perplexity = exp(nll), accuracy, bits_per_byte, tokens (targets). With
+`eval.decode` the model also writes the whole split, by beam search for translations, and the object
+says how good that is (BLEU and chrF with their signatures, or exact matches); --output=FILE gets
+one JSON object for each text: source, reference, text.
 """
 
 import json
@@ -12,11 +15,13 @@ from absl import flags
 
 from transformer import cli
 from transformer.experiment import RunSpec
+from transformer.spec import SpecError
 from transformer.workdir import evaluate_run, stored
 
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to evaluate", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
 SPLIT = flags.DEFINE_string("split", "validation", "a split of the data")
+OUTPUT = flags.DEFINE_string("output", None, "a JSON-lines file for what the model writes")
 
 
 def _base() -> dict[str, Any]:
@@ -29,7 +34,15 @@ CONFIG = cli.define_config(RunSpec, base=_base)
 
 
 def main() -> None:
-    print(json.dumps(evaluate_run(WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec)))
+    if OUTPUT.value is None:
+        metrics, _ = evaluate_run(WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec)
+    else:
+        if CONFIG.spec.eval.decode is None:
+            raise SpecError("--output: the run writes nothing; set --config.eval.decode")
+        with cli.open_output(OUTPUT.value) as f:
+            metrics, texts = evaluate_run(WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec)
+            f.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in texts)
+    print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

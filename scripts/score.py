@@ -1,6 +1,7 @@
 """Scores text: python scripts/score.py --workdir=DIR --input=FILE --output=FILE.jsonl
 
-For each line of the input one JSON object: `logprob`, the sum of the teacher-forced
+For each line of the input (source, a tab, text where a model of pairs is asked) one JSON object:
+`logprob`, the sum of the teacher-forced
 log-probabilities in nats of its tokens and of the end of the text; `tokens`, how many those are;
 `eos_logprob`, the part of the end alone. A line's score depends on no other line.
 """
@@ -27,7 +28,8 @@ BATCH = flags.DEFINE_integer("batch_size", 32, "lines at a time; changes no scor
 def main() -> None:
     lines = cli.read_lines(INPUT.value)
     with cli.open_output(OUTPUT.value) as f:
-        scores = list(transformer.load(WORKDIR.value, STEP.value).score(lines, BATCH.value))
+        run = transformer.load(WORKDIR.value, STEP.value)
+        scores = list(run.score(map(_parts, lines) if run.objective.needs else lines, BATCH.value))
         f.writelines(json.dumps(score) + "\n" for score in scores)
     total = sum(s["logprob"] for s in scores)
     tokens = sum(s["tokens"] for s in scores)
@@ -35,6 +37,10 @@ def main() -> None:
         f"{len(scores)} lines, {tokens} tokens, {-total / max(tokens, 1):.4f} nats per token",
         file=sys.stderr,
     )
+
+
+def _parts(line: str) -> tuple[str, ...]:
+    return tuple(line.split("\t"))
 
 
 if __name__ == "__main__":

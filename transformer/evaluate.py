@@ -11,7 +11,7 @@ from transformer.mesh import Mesh
 from transformer.objective import Sums
 from transformer.step import EvalStep
 
-Totals = dict[str, tuple[float, float]]
+Totals = dict[str, tuple[np.ndarray, np.ndarray]]  # float64, one value or a vector
 
 
 def total(parts: Iterable[Sums]) -> Totals:
@@ -19,18 +19,26 @@ def total(parts: Iterable[Sums]) -> Totals:
     out: Totals = {}
     for part in parts:
         for name, (value, weight) in jax.device_get(part).items():
-            v, w = out.get(name, (0.0, 0.0))
-            out[name] = (v + float(value), w + float(weight))
+            v, w = out.get(name, (np.float64(0.0), np.float64(0.0)))
+            out[name] = (v + np.asarray(value, float), w + np.asarray(weight, float))
     return out
 
 
-def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """sum / weight of each metric (0 where nothing counted), `tokens`, the number of targets that
-    counted, and `perplexity`, exp of the unsmoothed nll."""
-    out = {name: value / weight if weight else 0.0 for name, (value, weight) in totals.items()}
-    out["tokens"] = round(totals["loss"][1])
-    out["perplexity"] = math.exp(min(out["nll"], 700.0)) if not math.isnan(out["nll"]) else math.nan
+def means(totals: Totals) -> dict[str, float]:
+    """sum / weight of each metric (0 where nothing counted; of a vector the mean over what
+    counted), `tokens`, the number of targets that counted, and `perplexity`, exp of the nll per
+    token."""
+    out = {name: _mean(value, weight) for name, (value, weight) in totals.items()}
+    out["tokens"] = round(float(totals["loss"][1]))
+    if "bits_per_byte" in totals:  # targets are tokens
+        nll = out["nll"]
+        out["perplexity"] = math.exp(min(nll, 700.0)) if not math.isnan(nll) else math.nan
     return out
+
+
+def _mean(value: np.ndarray, weight: np.ndarray) -> float:
+    counted = weight != 0
+    return float((value[counted] / weight[counted]).mean()) if counted.any() else 0.0
 
 
 def evaluate(

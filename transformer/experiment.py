@@ -7,7 +7,8 @@ in a fixed order (log, evaluate, sample, checkpoint), then a look at whether a s
 
 import dataclasses
 import fcntl
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -16,8 +17,9 @@ from ml_collections import ConfigDict
 
 from transformer import optim, result, spec
 from transformer.checkpoint import Checkpoints, CheckpointSpec, refuse_changed
-from transformer.data import feed, tokens
-from transformer.data.store import Data
+from transformer.data import feed
+from transformer.data.store import Data, Stream
+from transformer.data.tokens import Vocabulary
 from transformer.evaluate import evaluate
 from transformer.generate import refuse_lengths
 from transformer.log import LogSpec, Writers
@@ -25,17 +27,19 @@ from transformer.mesh import Mesh, MeshSpec
 from transformer.meter import Meter, NumericalFailure
 from transformer.model import ModelSpec
 from transformer.objective import OBJECTIVES
-from transformer.run import Run
+from transformer.quality import QUALITIES, Judged
+from transformer.run import Run, lexicon
 from transformer.spec import Choice, Count, Must, Natural, Positive, Spec, SpecError, choice
 from transformer.state import Birth, State
 from transformer.step import eval_step, train_step
 from transformer.stop import Stop
+from transformer.transfer import transferred
 
 MAY_CHANGE = (  # between the parts of one run; everything else would make it another run
     *("train.steps", "train.tokens", "train.epochs", "data.prefetch"),
     *("eval", "checkpoint", "log", "mesh"),
 )
-
+DECIDED = ("model.vocab", "model.source_vocab", "model.classes", "model.max_len")  # by the data
 
 Many = Annotated[int, Must("lie in [1, 2**62)", lambda n: 1 <= n < 2**62)]
 
@@ -48,6 +52,7 @@ class TrainSpec(Spec):
     tokens: Many | None = None  # tokens in training batches, rounded up to whole updates
     epochs: Positive | None = None  # passes over the training split
     seed: Natural = 0  # of initialisation, dropout and data order
+    init_from: str | None = None  # a working directory whose parameters to begin with, by name
     accumulate: Count = 1  # micro-batches an update is summed over
     clip: Positive | None = 1.0  # global gradient norm; None: no clipping
 
@@ -57,14 +62,14 @@ class TrainSpec(Spec):
             what = " and ".join(f"{n}={v}" for n, v in given.items()) or "none"
             yield f"steps, tokens, epochs: give exactly one (the others None), got {what}"
 
-    def updates(self, rows: int, data: feed.DataSpec) -> int:
-        """The number of updates, for a training split of so many rows."""
+    def updates(self, batches: float, data: feed.DataSpec) -> int:
+        """The number of updates, where so many batches make a pass over the training split."""
         if self.steps is not None:
             return self.steps
         if self.tokens is not None:
             return -(-self.tokens // (data.batch_size * data.seq_len))
         assert self.epochs is not None
-        return max(1, int(np.ceil(self.epochs * rows / data.batch_size)))
+        return max(1, int(np.ceil(self.epochs * batches)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,8 @@ class EvalSpec(Spec):
     every: Count = 250
     split: str = "validation"
     batch_size: Count | None = None  # None: data.batch_size; changes no result
+    decode: Choice | None = choice(QUALITIES, None)  # what the model writes for the whole split,
+    # and how it is judged; None: losses alone
     sample: Natural = 0  # tokens of sample text after each evaluation
     prompt: str = ""  # what the sample continues
 
@@ -98,8 +105,16 @@ class RunSpec(Spec):
     log: LogSpec = dataclasses.field(default_factory=LogSpec)
 
     def rules(self) -> Iterator[str]:
-        if self.model.max_len is not None and self.data.seq_len > self.model.max_len:
-            yield f"data.seq_len={self.data.seq_len}: exceeds model.max_len={self.model.max_len}"
+        if self.model.max_len is not None and self.length > self.model.max_len:
+            yield (
+                f"data.seq_len={self.data.seq_len}: {self.length} positions exceed "
+                f"model.max_len={self.model.max_len}"
+            )
+        if self.model.classes is not None and self.objective.factory.needs != "label":
+            yield f"model.classes={self.model.classes}: objective={self.objective} predicts tokens"
+        if self.eval.decode:
+            for problem in self.eval.decode.factory.refusals(self):
+                yield f"eval.decode={self.eval.decode}: {problem}"
         if self.data.batch_size % self.train.accumulate:
             yield (
                 f"data.batch_size={self.data.batch_size}: not a multiple of "
@@ -111,6 +126,11 @@ class RunSpec(Spec):
         warmup, steps = self.schedule.options.get("warmup", 0), self.train.steps
         if steps is not None and warmup > steps:
             yield f"schedule={self.schedule}: warmup={warmup} is longer than train.steps={steps}"
+
+    @property
+    def length(self) -> int:
+        """The most positions that one side of the model is given."""
+        return self.objective().length(self.model, *self.data.longest)
 
 
 def defaults() -> ConfigDict:
@@ -128,10 +148,9 @@ class Experiment:
     def __init__(self, run: RunSpec, workdir: Path):
         self.workdir = workdir
         self.data = feed.prepare(run.data, workdir)
-        self.run = run = resolve(run, self.data.tokenizer.size)
-        self.updates = run.train.updates(
-            run.data.packing(self.data.stream("train"), run.data.seq_len).rows, run.data
-        )
+        self.run = run = resolve(run, self.data.vocabulary)
+        refuse_fields(run, self.data.stream("train"))
+        self.updates = run.train.updates(self._batches(), run.data)
         if self.updates >= 2**31:
             raise SpecError(f"config.train: {self.updates:.3g} updates; must be below 2**31")
         self.feed = feed.train_feed(self.data, run.data, run.train.seed)
@@ -142,38 +161,72 @@ class Experiment:
             run.optimizer, run.schedule, self.updates, run.model.dim, run.train.clip
         )
         self.birth = Birth(run.model, self.tx, self.mesh, run.train.seed)
-        objective, token_bytes = run.objective(), self.data.tokenizer.byte_lengths
+        objective, known = run.objective(), lexicon(self.data.tokenizer)
         self.train_step = train_step(
             run.model,
             objective,
             self.tx,
             self.mesh,
             self.birth.shardings,
-            token_bytes,
+            known,
             run.train.seed,
             run.train.accumulate,
         )
         self.eval_step = eval_step(
-            run.model, objective, self.mesh, self.birth.shardings.params, token_bytes
+            run.model, objective, self.mesh, self.birth.shardings.params, known
         )
 
+    def fresh(self) -> State:
+        """The state before the first update."""
+        state = self.birth.fresh()
+        if (other := self.run.train.init_from) is None:
+            return state
+        params = transferred(state.params, self.run.model, self.data.vocabulary, other)
+        return dataclasses.replace(state, params=params)
+
     def evaluate(self, params: Any, stop: Stop) -> dict[str, float] | None:
-        batches = eval_batches(self.run, self.data, self.run.eval.split, self.mesh)
-        return evaluate(self.eval_step, params, self.mesh, batches, lambda: stop.requested)
+        """Losses on the whole split and, where texts are judged, what they come to."""
+        split = self.run.eval.split
+        batches = eval_batches(self.run, self.data, split, self.mesh)
+        metrics = evaluate(self.eval_step, params, self.mesh, batches, lambda: stop.requested)
+        if metrics is None or self.run.eval.decode is None:
+            return metrics
+        judged = judge(Run(self.run, params, self.data.vocabulary), split, lambda: stop.requested)
+        return None if judged is None else metrics | judged.metrics
 
     def sample(self, params: Any, step: int) -> str:
-        run = Run(self.run, params, self.data.tokenizer)
+        run = Run(self.run, params, self.data.vocabulary)
         prompt, length = self.run.eval.prompt, self.run.eval.sample
-        return prompt + run.generate([prompt], max_new_tokens=length, seed=step)[0]
+        written = run.generate([prompt], max_new_tokens=length, seed=step)[0]
+        return f"{prompt} => {written}" if run.objective.needs else prompt + written
+
+    def _batches(self) -> float:
+        """How many make a pass over the training split."""
+        stream = self.data.stream("train")
+        packing = self.run.data.pack(stream)
+        if packing.cut:
+            print(
+                f"data: {packing.cut:,} of {packing.rows:,} rows of the training split are longer "
+                f"than seq_len={self.run.data.seq_len} or its source than "
+                f"{self.run.data.longest[1]}, and cut there",
+                file=sys.stderr,
+            )
+        order = feed.train_order(stream, packing, self.run.data, self.run.train.seed)
+        return order.batches
 
     def _refuse_batch(self):
-        size, parts = self.run.data.batch_size, self.run.train.accumulate * self.mesh.batch_shards
-        if size % parts:
-            raise SpecError(
-                f"config.data.batch_size={size}: not a multiple of {parts} "
-                f"(train.accumulate={self.run.train.accumulate} times {self.mesh.batch_shards} "
-                "devices that split the batch)"
-            )
+        run, parts = self.run, self.run.train.accumulate * self.mesh.batch_shards
+        packing = run.data.pack(self.data.stream("train"))
+        for size in run.data.batch_rows(packing, run.data.batch_size, packing.multiple):
+            if size % parts:
+                what = f"data.batch_size={size}"
+                if len(packing.shapes) > 1:
+                    what = f"data.packing={run.data.packing}: a batch of {size} rows"
+                raise SpecError(
+                    f"config.{what}: not a multiple of {parts} "
+                    f"(train.accumulate={run.train.accumulate} times {self.mesh.batch_shards} "
+                    "devices that split the batch)"
+                )
 
     def _refuse_evaluation(self):
         """What else would come to light at the first evaluation only."""
@@ -181,8 +234,8 @@ class Experiment:
         try:
             self.data.stream(run.eval.split)
             if run.eval.sample:
-                prompt = self.data.tokenizer.encode(run.eval.prompt)
-                refuse_lengths(run.model, [1 + len(prompt)], run.eval.sample)
+                prompt = Run(run, None, self.data.vocabulary).prompt(run.eval.prompt)
+                refuse_lengths(run.model, [len(prompt.text)], run.eval.sample)
         except SpecError as e:
             raise SpecError(f"config.eval: {e}") from None
 
@@ -190,19 +243,47 @@ class Experiment:
 def eval_batches(run: RunSpec, data: Data, split: str, mesh: Mesh) -> Iterator[feed.Batch]:
     """The split once, in batches of a size that the devices divide."""
     size = run.eval.batch_size or run.data.batch_size
-    size = -(-size // mesh.batch_shards) * mesh.batch_shards
-    return feed.eval_batches(data, run.data, split, size)
+    return feed.eval_batches(data, run.data, split, size, mesh.batch_shards)
 
 
-def resolve(run: RunSpec, vocab: int) -> RunSpec:
-    """The run with what the data decides filled in: model.vocab and, for positions that need it,
-    model.max_len."""
+def refuse_fields(run: RunSpec, stream: Stream) -> None:
+    """SpecError where the data lacks what the objective needs."""
+    needs = run.objective.factory.needs
+    if needs and (stream.source if needs == "source" else stream.labels) is None:
+        raise SpecError(
+            f"config.objective={run.objective}: needs the {needs} of each text, which "
+            f"data.source={run.data.source} does not have"
+        )
+
+
+def judge(run: Run, split: str, stopped: Callable[[], bool] = lambda: False) -> Judged | None:
+    """What the run writes for a whole split, judged as `eval.decode` says; None if stopped."""
+    judging: Any = run.spec.eval.decode()
+    return judging(run, run.spec.data.source(), split, stopped)
+
+
+def resolve(run: RunSpec, vocabulary: Vocabulary) -> RunSpec:
+    """The run with what the data decides filled in: the sizes of the vocabularies, the number of
+    labels and, for positions that need it, model.max_len."""
     model = run.model
-    if model.vocab is not None and model.vocab < vocab:
-        raise SpecError(f"config.model.vocab={model.vocab}: the tokenizer has {vocab} tokens")
-    max_len = model.max_len or (run.data.seq_len if model.needs_max_len else None)
-    model = dataclasses.replace(model, vocab=model.vocab or vocab, max_len=max_len)
-    return dataclasses.replace(run, model=model)
+    sentinels = run.objective().sentinels(run.data.seq_len)
+    sizes = {"vocab": vocabulary.tokenizer.size + sentinels}
+    if vocabulary.source_tokenizer:
+        sizes["source_vocab"] = vocabulary.source_tokenizer.size
+    if run.objective.factory.needs == "label":
+        sizes["classes"] = len(vocabulary.labels)
+    for name, size in sizes.items():
+        if (given := getattr(model, name)) is not None and given < size:
+            more = f" and the objective {sentinels} sentinels" if sentinels else ""
+            what = "tokens" if name.endswith("vocab") else "labels"
+            raise SpecError(f"config.model.{name}={given}: the data has {size} {what}{more}")
+        sizes[name] = given or size
+    if model.max_len is None and model.needs_max_len:
+        sizes["max_len"] = run.length
+    try:
+        return dataclasses.replace(run, model=dataclasses.replace(model, **sizes))
+    except SpecError as e:
+        raise SpecError(f"config.model: {e}") from None
 
 
 def train(config: Mapping[str, Any] | RunSpec, workdir: str | Path) -> dict[str, Any]:
@@ -244,7 +325,7 @@ def _refuse_other_run(workdir: Path, run: RunSpec) -> None:
         was = result.read_json(workdir / "config.json")
     except SpecError:
         return  # the checkpoint knows as well, and the file will be written anew
-    refuse_changed(was, spec.as_dict(run), ignore=(*MAY_CHANGE, "model.vocab", "model.max_len"))
+    refuse_changed(was, spec.as_dict(run), ignore=(*MAY_CHANGE, *DECIDED))
 
 
 class _Session:
@@ -261,7 +342,7 @@ class _Session:
         if start == self.x.updates and (done := self._finished()):
             return done
         result.write_json(self.x.workdir / "config.json", spec.as_dict(self.x.run))
-        tokens.save(self.x.data.tokenizer, self.x.workdir / "tokenizer.json")
+        self.x.data.vocabulary.save(self.x.workdir)
         self.writer = Writers(self.x.run.log, self.x.workdir, start, self.x.updates)
         try:
             state, reason = self._loop(state, start)
@@ -277,7 +358,7 @@ class _Session:
         found = self.checkpoints.restore(x.birth.abstract, "latest", self._agree)
         if found is None:
             self.meter = Meter(x.run.log.every)
-            return x.birth.fresh(), 0
+            return x.fresh(), 0
         step, state, record = found
         if step > x.updates:
             raise SpecError(

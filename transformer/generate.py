@@ -19,7 +19,7 @@ from transformer.model import ModelSpec
 from transformer.spec import Fraction, Natural, NonNegative, Spec, SpecError
 from transformer.state import stream
 
-PROMPT_BUCKET = 32  # prompts are padded to a multiple, so that few lengths are compiled
+BUCKET = 32  # few lengths are compiled: powers of two up to it, and its multiples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,34 +43,30 @@ def generate(
     pad: int,
     seed: int = 0,
     source: Tokens | None = None,
+    shown: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Continues each prompt (ids, at least one) by up to `max_new_tokens` ids.
 
-    A row stops after `end`, which is kept. `allowed_V` marks the ids that may be drawn. Raises
-    SpecError where a prompt and its continuation exceed model.max_len.
+    A row stops after `end`, which is kept. `allowed_V` marks the ids that may be drawn; `shown` says
+    how many tokens of each prompt all of it may look at; `rows` which draws a row takes from the
+    seed's stream, by default those of its number. Raises SpecError where a prompt and its
+    continuation exceed model.max_len.
     """
     refuse_lengths(spec, [len(p) for p in prompts], max_new_tokens)
     if not max_new_tokens or not prompts:
         return [[] for _ in prompts]
-    width = -(-max(map(len, prompts)) // PROMPT_BUCKET) * PROMPT_BUCKET
-    ids = np.full((len(prompts), width), pad, np.int32)
-    real = np.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        real[row, width - len(prompt) :] = 1
-    allowed = np.ones(spec.V, bool) if allowed_V is None else np.resize(allowed_V, spec.V)
-    if allowed_V is not None:
-        allowed[len(allowed_V) :] = False
     out, lengths = _decode(
         spec,
         params,
-        Tokens.of(jnp.asarray(ids), jnp.asarray(real)),
+        aligned(prompts, pad, shown),
         source,
-        jnp.asarray(allowed),
+        drawable(spec, allowed_V),
         jnp.float32(sampling.temperature),
         jnp.int32(sampling.top_k),
         jnp.float32(sampling.top_p),
         stream(seed, "sampling"),
+        jnp.asarray(range(len(prompts)) if rows is None else rows, jnp.int32),
         limit=max_new_tokens,
         end=end,
         pad=pad,
@@ -78,6 +74,37 @@ def generate(
         cut=(0 < sampling.top_k < spec.V, sampling.top_p < 1),
     )
     return [row[:n].tolist() for row, n in zip(np.asarray(out), np.asarray(lengths), strict=True)]
+
+
+def bucket(length: int) -> int:
+    """The length that texts of `length` are padded to."""
+    return 1 << (length - 1).bit_length() if length <= BUCKET else -(-length // BUCKET) * BUCKET
+
+
+def aligned(
+    prompts: Sequence[Sequence[int]], pad: int, shown: Sequence[int] | None = None
+) -> Tokens:
+    """The prompts right-aligned in one batch, the first `shown` tokens of each shown to all."""
+    width = bucket(max(map(len, prompts)))
+    ids = np.full((len(prompts), width), pad, np.int32)
+    real = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        real[row, width - len(prompt) :] = 1
+    text = Tokens.of(jnp.asarray(ids), jnp.asarray(real))
+    if shown is None or not any(shown):
+        return text
+    first_BT = text.positions_BT < jnp.asarray(shown, jnp.int32)[:, None]
+    return dataclasses.replace(text, shown_BT=first_BT & (text.segments_BT > 0))
+
+
+def drawable(spec: ModelSpec, allowed_V: np.ndarray | None) -> Array:
+    """Which ids of the model's vocabulary may be drawn; those beyond `allowed_V` may not."""
+    if allowed_V is None:
+        return jnp.ones(spec.V, bool)
+    allowed = np.zeros(spec.V, bool)
+    allowed[: len(allowed_V)] = allowed_V
+    return jnp.asarray(allowed)
 
 
 def refuse_lengths(spec: ModelSpec, prompts: Sequence[int], new: int) -> None:
@@ -99,12 +126,12 @@ def refuse_lengths(spec: ModelSpec, prompts: Sequence[int], new: int) -> None:
     jax.jit, static_argnums=0, static_argnames=("limit", "end", "pad", "greedy", "cut")
 )
 def _decode(
-    spec, params, text, source, allowed_V, temperature, top_k, top_p, key,
+    spec, params, text, source, allowed_V, temperature, top_k, top_p, key, rows_B,
     *, limit, end, pad, greedy, cut,
 ):  # fmt: skip
     model, (B, width) = spec.build(), text.ids_BT.shape
     capacity = width + limit
-    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B))
+    rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
 
     def forward(variables, text, source=None):
         logits_BTV, new = model.apply(variables, text, source, capacity, mutable=["cache"])

@@ -20,9 +20,7 @@ def sheet(run: RunSpec, workdir: str | None = None) -> str:
     if run.model.vocab is None:
         with tempfile.TemporaryDirectory() as scratch:
             place = result.folder(workdir or scratch)
-            run = resolve(run, feed.prepare(run.data, place).tokenizer.size)
-    else:
-        run = resolve(run, run.model.vocab)
+            run = resolve(run, feed.prepare(run.data, place).vocabulary)
     boxed = jax.eval_shape(lambda: init_params(run.model, 0))
     parts = [
         "\n".join(_options(spec.as_dict(run))),

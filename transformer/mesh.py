@@ -21,7 +21,8 @@ from transformer.spec import Choice, Count, Spec, SpecError, choice, unknown
 
 AXES = ("data", "fsdp", "tensor")
 _LOGICAL = (  # of parameters, then of activations
-    *("embed", "heads", "kv_heads", "ffn", "vocab", "norm", "positions", "buckets", "layers"),
+    *("embed", "heads", "kv_heads", "ffn", "vocab", "norm", "positions", "buckets"),
+    *("layers", "classes"),
     *("batch", "length", "width", "head"),
 )
 Rules = tuple[tuple[str, Any], ...]

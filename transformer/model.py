@@ -1,8 +1,9 @@
 """The whole Transformer out of its parts: ModelSpec, Block, Stack and the three FAMILIES.
 
 A family is called as ``model.apply({"params": p}, text, source=None, capacity=None)`` with
-`Tokens` and gives float32 logits [B, T, V]. Dropout is on where `rngs={"dropout": key}` is given.
-With a `capacity` the collection "cache" holds that many past positions (see generate.py).
+`Tokens` and gives float32 logits: [B, T, V] of tokens or, where the spec has `classes`, those of
+the text as a whole, [B, classes]. Dropout is on where `rngs={"dropout": key}` is given. With a
+`capacity` the collection "cache" holds that many past positions (see generate.py).
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from transformer.layers.base import Array, Dense, Dims, Embedding, Tokens, const
 from transformer.layers.ffn import FFNS
 from transformer.layers.mask import MASKS, always_looks_ahead, full, looks_ahead
 from transformer.layers.norm import NORMS
+from transformer.layers.pool import POOLS
 from transformer.layers.position import POSITIONS
 from transformer.layers.residual import ORDERS, PLACEMENTS
 from transformer.spec import Choice, Count, Cycle, SpecError, choice, pick
@@ -51,7 +53,11 @@ class ModelSpec(Dims):
     mask: Choice | None = choice(MASKS, None, per_layer=True)  # None: decoder causal, encoder full
     ffn: Choice = choice(FFNS, "mlp", per_layer=True)
     kernel: Choice = choice(KERNELS, "einsum")
+    source_vocab: Count | None = None  # of an encoder with embeddings of its own; None: shared
     tie: bool = True  # the head is the transposed embedding
+    classes: Count | None = None  # of texts; None: tokens are predicted
+    pool: Choice | None = choice(POOLS, None)  # a text as one vector, for `classes`; None: the mean
+    # of an encoder, the last position of a decoder
     embed_scale: bool = False  # embeddings times sqrt(dim), as in the original
     scan: bool = False  # compile one period of layers and scan it over depth
     remat: Literal["none", "full", "dots"] = "none"  # recompute in the backward pass: nothing,
@@ -67,6 +73,8 @@ class ModelSpec(Dims):
             for name in ("depth", "heads", "ffn_dim", "mask"):
                 if (value := getattr(self, f"encoder_{name}")) is not None:
                     yield f"encoder_{name}={value}: only family=encoder_decoder has it"
+            if self.source_vocab is not None:
+                yield f"source_vocab={self.source_vocab}: only family=encoder_decoder has a source"
         elif self.side == "decoder" and self.encoder_heads:
             try:
                 self.of("encoder")
@@ -253,13 +261,17 @@ class Stack(nn.Module):
     def _remembered(self, text: Tokens, capacity: int) -> tuple[Tokens, Array]:
         """Everything up to and with `text`, as keys; unwritten slots are padding."""
         slot = self.variable("cache", "slot", jnp.zeros, (), jnp.int32)
-        start, kept = slot.value, []
-        for name, new in (("segments", text.segments_BT), ("positions", text.positions_BT)):
-            cell = self.variable("cache", name, jnp.zeros, (new.shape[0], capacity), new.dtype)
-            cell.value = jax.lax.dynamic_update_slice_in_dim(cell.value, new, start, axis=1)
-            kept.append(cell.value)
+        start, kept = slot.value, {}
+        new = {"segments": text.segments_BT, "positions": text.positions_BT}
+        if text.shown_BT is not None or self.has_variable("cache", "shown"):
+            shown = jnp.zeros(text.ids_BT.shape, bool) if text.shown_BT is None else text.shown_BT
+            new["shown"] = shown
+        for name, a in new.items():
+            cell = self.variable("cache", name, jnp.zeros, (a.shape[0], capacity), a.dtype)
+            cell.value = jax.lax.dynamic_update_slice_in_dim(cell.value, a, start, axis=1)
+            kept[name] = cell.value
         slot.value = start + text.ids_BT.shape[1]
-        return Tokens(kept[0], kept[0], kept[1]), start
+        return Tokens(kept["segments"], *kept.values()), start
 
     def _across(self, text: Tokens, memory, capacity: int | None) -> Where:
         """A target looks at all of the source of its own segment."""
@@ -279,17 +291,24 @@ class Transformer(nn.Module):
     def setup(self):
         s = self.spec
         self.embed = Embedding(s, s.V, "vocab")
-        if not s.tie:
+        if s.classes:
+            self.classifier = Dense(s, s.classes, ("embed", "classes"), "head", use_bias=True)
+        elif not s.tie:
             self.head = Dense(s, s.V, ("embed", "vocab"), "head", use_bias=False)
 
-    def read(self, text: Tokens) -> Array:
-        x_BTD = self.embed(text.ids_BT)
+    def read(self, text: Tokens, embed: Embedding | None = None) -> Array:
+        x_BTD = (embed or self.embed)(text.ids_BT)
         if self.spec.embed_scale:
             x_BTD = x_BTD * jnp.asarray(math.sqrt(self.spec.D), x_BTD.dtype)
         return constrain(x_BTD, "batch", "length", "width")
 
-    def write(self, x_BTD: Array) -> Array:
-        logits_BTV = self.embed.attend(x_BTD) if self.spec.tie else self.head(x_BTD)
+    def write(self, x_BTD: Array, text: Tokens) -> Array:
+        s = self.spec
+        if s.classes:
+            pool: Any = s.pool or pick(POOLS, "last" if s.depths[1] else "mean")
+            x_BD = dropout(self, pool()(x_BTD, text.segments_BT > 0), s.dropout)
+            return self.classifier(x_BD).astype(jnp.float32)
+        logits_BTV = self.embed.attend(x_BTD) if s.tie else self.head(x_BTD)
         return constrain(logits_BTV.astype(jnp.float32), "batch", "length", "vocab")
 
 
@@ -302,7 +321,7 @@ class Encoder(Transformer):
 
     def __call__(self, text: Tokens, source: Tokens | None = None, capacity: int | None = None):
         assert source is None and capacity is None, "an encoder has neither source nor cache"
-        return self.write(self.encoder(self.read(text), text))
+        return self.write(self.encoder(self.read(text), text), text)
 
 
 class Decoder(Transformer):
@@ -314,7 +333,7 @@ class Decoder(Transformer):
 
     def __call__(self, text: Tokens, source: Tokens | None = None, capacity: int | None = None):
         assert source is None, "a decoder has no source"
-        return self.write(self.decoder(self.read(text), text, capacity=capacity))
+        return self.write(self.decoder(self.read(text), text, capacity=capacity), text)
 
 
 class EncoderDecoder(Transformer):
@@ -323,14 +342,16 @@ class EncoderDecoder(Transformer):
 
     def setup(self):
         super().setup()
-        self.encoder = Stack(self.spec.of("encoder"))
-        self.decoder = Stack(self.spec.of("decoder"), cross=True)
+        s = self.spec
+        self.source_embed = Embedding(s, s.source_vocab, "vocab") if s.source_vocab else self.embed
+        self.encoder = Stack(s.of("encoder"))
+        self.decoder = Stack(s.of("decoder"), cross=True)
 
     def __call__(self, text: Tokens, source: Tokens | None = None, capacity: int | None = None):
         memory = None
         if source is not None:
-            memory = self.encoder(self.read(source), source), source
-        return self.write(self.decoder(self.read(text), text, memory, capacity))
+            memory = self.encoder(self.read(source, self.source_embed), source), source
+        return self.write(self.decoder(self.read(text), text, memory, capacity), text)
 
 
 FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}

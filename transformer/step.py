@@ -5,13 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from transformer.layers.base import Array
 from transformer.mesh import Mesh
 from transformer.model import ModelSpec
-from transformer.objective import Batch, Sums
+from transformer.objective import Batch, Lexicon, Objective, Sums, padding
 from transformer.state import State, stream
 
 TrainStep = Callable[[State, Batch], tuple[State, Sums]]
@@ -20,11 +19,11 @@ EvalStep = Callable[[Any, Batch], Sums]
 
 def train_step(
     spec: ModelSpec,
-    objective: Any,
+    objective: Objective,
     tx: optax.GradientTransformation,
     mesh: Mesh,
     shardings: State,
-    token_bytes: np.ndarray,
+    lexicon: Lexicon,
     seed: int,
     accumulate: int = 1,
 ) -> TrainStep:
@@ -32,16 +31,16 @@ def train_step(
 
     The gradient is that of the sum of losses over all targets of the batch, divided by their
     number, whatever the split into micro-batches and devices. `sums` adds `grad_norm` (before
-    clipping) and `update_norm`.
+    clipping), `update_norm` and `padding` (the share of padding in the inputs).
     """
-    model, bytes_V = spec.build(), jnp.asarray(token_bytes, jnp.int32)
+    model = spec.build()
 
     def loss(params, batch, key):
-        example = objective.example(batch, spec, jax.random.fold_in(key, 1))
-        logits = model.apply(
+        example = objective.example(batch, spec, jax.random.fold_in(key, 1), lexicon)
+        logits: Any = model.apply(
             {"params": params}, example.text, example.source, rngs={"dropout": key}
         )
-        sums = objective.sums(logits, example, bytes_V)
+        sums = objective.sums(logits, example, lexicon) | {"padding": padding(example)}
         return sums["loss"][0], sums
 
     def gradient(params, batch, key):
@@ -84,15 +83,16 @@ def train_step(
 
 
 def eval_step(
-    spec: ModelSpec, objective: Any, mesh: Mesh, params_sharding: Any, token_bytes: np.ndarray
+    spec: ModelSpec, objective: Objective, mesh: Mesh, params_sharding: Any, lexicon: Lexicon
 ) -> EvalStep:
-    """Builds the jitted (params, batch) -> sums, without dropout."""
-    model, bytes_V = spec.build(), jnp.asarray(token_bytes, jnp.int32)
+    """Builds the jitted (params, batch) -> sums, without dropout. What an objective draws is the
+    same in every evaluation."""
+    model = spec.build()
 
     def evaluate(params: Any, batch: Batch) -> Sums:
-        example = objective.example(batch, spec, stream(0, "evaluation"))
-        logits = model.apply({"params": params}, example.text, example.source)
-        return objective.sums(logits, example, bytes_V)
+        example = objective.example(batch, spec, stream(0, "evaluation"), lexicon)
+        logits: Any = model.apply({"params": params}, example.text, example.source)
+        return objective.sums(logits, example, lexicon)
 
     return _on(
         mesh,

@@ -5,18 +5,18 @@ from typing import Any
 
 from transformer import result, spec
 from transformer.checkpoint import Checkpoints, refuse_changed
-from transformer.data import feed, tokens
-from transformer.data.tokens import Tokenizer
+from transformer.data import feed
+from transformer.data.tokens import Vocabulary
 from transformer.evaluate import evaluate
-from transformer.experiment import RunSpec, eval_batches
+from transformer.experiment import RunSpec, eval_batches, judge, refuse_fields
 from transformer.mesh import Mesh, MeshSpec
-from transformer.run import Run
+from transformer.run import Run, lexicon
 from transformer.spec import SpecError
 from transformer.state import abstract_params
 from transformer.step import eval_step
 
 MAY_DIFFER = (  # in an evaluation
-    *("data.source", "data.batch_size", "data.seq_len", "data.packing"),
+    *("data.source", "data.batch_size", "data.seq_len", "data.source_len", "data.packing"),
     *("data.shuffle", "data.prefetch", "train.accumulate"),  # have no say in it
     *("objective", "eval"),
 )
@@ -35,37 +35,42 @@ def load(workdir: str | Path, step: int | str = "latest") -> Run:
     """The model of a working directory; `step` is a number, "latest" or "best"."""
     workdir = result.folder(workdir)
     run = spec.parse(RunSpec, stored(workdir))
-    tokenizer = _tokenizer(workdir)
-    return _restored(run, workdir, step, tokenizer)
+    return _restored(run, workdir, step, Vocabulary.load(workdir))
 
 
-def evaluate_run(workdir: str | Path, step: int | str, split: str, run: RunSpec) -> dict[str, Any]:
-    """Metrics of a run on a whole split, on all devices. `run` may differ from the stored one in
-    what MAY_DIFFER names; another source is tokenised beside that of the training."""
+def evaluate_run(
+    workdir: str | Path, step: int | str, split: str, run: RunSpec
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Metrics of a run on a whole split, on all devices, and what it wrote, if `eval.decode` says
+    so. `run` may differ from the stored one in what MAY_DIFFER names; another source is tokenised
+    beside that of the training."""
     workdir = result.folder(workdir)
     was = spec.parse(RunSpec, stored(workdir))
     refuse_changed(spec.as_dict(was), spec.as_dict(run), ignore=MAY_DIFFER)
-    tokenizer = _tokenizer(workdir)
-    found = _restored(run, workdir, step, tokenizer)
+    vocabulary = Vocabulary.load(workdir)
+    found = _restored(run, workdir, step, vocabulary)
     place = workdir if run.data.source == was.data.source else workdir / "evaluation"
-    data = feed.prepare(run.data, place, tokenizer)
+    data = feed.prepare(run.data, place, vocabulary)
+    refuse_fields(run, data.stream(split))
     mesh = Mesh(MeshSpec())
     batches = eval_batches(run, data, split, mesh)
-    compiled = eval_step(run.model, run.objective(), mesh, mesh.replicated, tokenizer.byte_lengths)
+    known = lexicon(vocabulary.tokenizer)
+    compiled = eval_step(run.model, run.objective(), mesh, mesh.replicated, known)
     metrics = evaluate(compiled, found.params, mesh, batches)
     assert metrics is not None
-    return {"step": found.step, "split": split, **result.finite(metrics)}
+    out = {"step": found.step, "split": split, **result.finite(metrics)}
+    if run.eval.decode is None:
+        return out, []
+    judged = judge(found, split)
+    assert judged is not None
+    return out | judged.metrics | judged.notes, judged.texts
 
 
-def _tokenizer(workdir: Path) -> Tokenizer:
-    return tokens.load(workdir / "tokenizer.json")
-
-
-def _restored(run: RunSpec, workdir: Path, step: int | str, tokenizer: Tokenizer) -> Run:
+def _restored(run: RunSpec, workdir: Path, step: int | str, vocabulary: Vocabulary) -> Run:
     which = int(step) if str(step).isdecimal() else step
     if which not in ("latest", "best") and not isinstance(which, int):
         raise SpecError(f"--step={step}: must be a number, latest or best")
     store = Checkpoints(workdir / "checkpoints", run.checkpoint)
     abstract = abstract_params(run.model)
     found, params = store.restore_params(abstract, which)
-    return Run(run, params, tokenizer, found)
+    return Run(run, params, vocabulary, found)

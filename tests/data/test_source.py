@@ -1,55 +1,13 @@
-import subprocess
-import sys
 import tracemalloc
-import warnings
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from transformer.data import textfile
-from transformer.data.source import SOURCES, Source
-from transformer.spec import SpecError, pick
+from transformer.spec import SpecError
 
 
-def make(text: str) -> Source:
-    entry: Any = pick(SOURCES, text)
-    return entry()
-
-
-def contents(source: Source) -> dict[str, list[str]]:
-    return {split: list(source.documents(split)) for split in source.splits}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(content: bytes | str, name: str = "a.txt") -> str:
-        data = content.encode() if isinstance(content, str) else content
-        (tmp_path / name).write_bytes(data)
-        return str(tmp_path / name)
-
-    return write
-
-
-def test_shakespeare_is_42_works_and_the_tail_is_held_out():
-    parts = contents(make("shakespeare"))
-    text = {split: "".join(documents) for split, documents in parts.items()}
-    assert len(text["train"]) + len(text["validation"]) == 5_057_198
-    assert len(text["validation"]) == round(505_719.8)
-    assert set(text["train"] + text["validation"]) <= set(map(chr, range(128)))
-    # One work is cut by the joint.
-    assert len(parts["train"]) + len(parts["validation"]) == 42 + 1
-    assert parts["train"][0].startswith("ALL'S WELL THAT ENDS WELL\n\nby William Shakespeare")
-    assert parts["train"][1].startswith("ANTONY AND CLEOPATRA\n")
-    assert parts["train"][0].endswith("THE END")
-    assert parts["train"][18].startswith("LOVE'S LABOUR'S LOST\n")
-    assert parts["validation"][-1].startswith("THE WINTER'S TALE\n")
-    titled = [d for d in parts["train"] + parts["validation"] if "by William" in d[:100]]
-    assert len(titled) == 42
-
-
-def test_mark_and_line_ends(write):
+def test_mark_and_line_ends(make, contents, write):
     path = write(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
     parts = contents(make(f"text(path={path!r}, validation=0.5)"))
     assert "".join(parts["train"] + parts["validation"]) == "one\ntwo\rthree\n"
@@ -69,14 +27,14 @@ def test_reading_in_blocks_changes_nothing(write, monkeypatch, block):
     assert documents("paragraph") == ["a€ b\r\nc  d", "  eé", "f g"]
 
 
-def test_lines(write):
+def test_lines(make, contents, write):
     path = write("one \n\n  two\n \nthree")
     parts = contents(make(f"text(path={path!r}, documents='line', validation=0.3)"))
     # 3 + 5 + 5 characters, of which round(13 * 0.3) = 4 are held out: "three" is cut.
     assert parts == {"train": ["one", "  two", "t"], "validation": ["hree"]}
 
 
-def test_the_share_counts_over_all_files_in_order(write, tmp_path):
+def test_the_share_counts_over_all_files_in_order(make, contents, write, tmp_path):
     write("b" * 10, "2.txt")
     write("a" * 10, "1.txt")
     parts = contents(make(f"text(path='{tmp_path}/*.txt', validation=0.25)"))
@@ -85,7 +43,7 @@ def test_the_share_counts_over_all_files_in_order(write, tmp_path):
     assert contents(swapped) == {"train": ["b" * 10], "validation": ["a" * 10]}
 
 
-def test_validation_files_of_its_own(write, tmp_path, monkeypatch):
+def test_validation_files_of_its_own(make, contents, write, tmp_path, monkeypatch):
     write("aaa", "a.txt")
     write("bbb", "b.txt")
     monkeypatch.chdir(tmp_path)
@@ -95,7 +53,7 @@ def test_validation_files_of_its_own(write, tmp_path, monkeypatch):
         make("text(path='*.txt', validation='b.txt')")
 
 
-def test_fingerprint_is_of_content_not_of_names(write):
+def test_fingerprint_is_of_content_not_of_names(make, write):
     one = make(f"text(path={write('same text', 'a.txt')!r})")
     two = make(f"text(path={write('same text', 'b.txt')!r})")
     assert one.fingerprint() == two.fingerprint()
@@ -122,7 +80,7 @@ def test_fingerprint_is_of_content_not_of_names(write):
         ("path='{d}/a.txt', documents='word'", "unknown name 'word'"),
     ],
 )
-def test_refused_by_name(write, tmp_path, option, message):
+def test_refused_by_name(make, write, tmp_path, option, message):
     write("a")
     write("", "empty.txt")
     write(b"\xef\xbb\xbf", "bom.txt")
@@ -130,13 +88,13 @@ def test_refused_by_name(write, tmp_path, option, message):
         make(f"text({option.format(d=tmp_path)})")
 
 
-def test_a_missing_relative_path_is_shown_whole(tmp_path, monkeypatch):
+def test_a_missing_relative_path_is_shown_whole(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match=f"{tmp_path}/sub/none.txt does not exist"):
         make("text(path='sub/none.txt')")
 
 
-def test_unreadable_file(write, monkeypatch):
+def test_unreadable_file(make, write, monkeypatch):
     def deny(*_):
         raise PermissionError(13, "Permission denied")
 
@@ -155,20 +113,22 @@ def test_unreadable_file(write, monkeypatch):
         (b"\xef\xbb\xbfa\xc3(", "0xc3", 4),
     ],
 )
-def test_invalid_utf8_is_named_with_its_offset(write, monkeypatch, block, content, byte, offset):
+def test_invalid_utf8_is_named_with_its_offset(
+    make, contents, write, monkeypatch, block, content, byte, offset
+):
     monkeypatch.setattr(textfile, "_BLOCK", block)
     path = write(content)
     with pytest.raises(SpecError, match=f"{path} is not UTF-8: byte {byte} at offset {offset} "):
         contents(make(f"text(path={path!r})"))
 
 
-def test_blank_file(write):
+def test_blank_file(make, contents, write):
     path = write(" \n\n ")
     with pytest.raises(SpecError, match="holds nothing but white space"):
         contents(make(f"text(path={path!r}, documents='paragraph')"))
 
 
-def test_a_long_line_is_read_in_pieces(write):
+def test_a_long_line_is_read_in_pieces(make, write):
     path = write("word " * 4_000_000)  # 20 MB
     source = make(f"text(path={path!r})")
     tracemalloc.start()
@@ -179,97 +139,83 @@ def test_a_long_line_is_read_in_pieces(write):
     assert peak < 8_000_000
 
 
-POEMS = {"train": [f"vers é {i}" for i in range(20)], "test": ["a", "b"]}
+@pytest.fixture
+def parts(write):
+    """Texts in three files, and a table of pairs."""
+    for name in "abc":
+        write(f"{name}1 {name}2", f"{name}.txt")
+    write("one\teins\ntwo\tzwei\n", "t.tsv")
 
 
-def prepare_poems(directory, splits, file_format="array_record"):
-    import tensorflow_datasets as tfds
-
-    class TinyPoem(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self):
-            features = {"text": tfds.features.Text(), "n": tfds.features.Scalar(np.int32)}
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        def _split_generators(self, dl_manager):
-            return {split: self._generate_examples(texts) for split, texts in splits.items()}
-
-        def _generate_examples(self, texts):
-            for i, text in enumerate(texts):
-                yield i, {"text": text, "n": i}
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        TinyPoem(data_dir=directory).download_and_prepare(file_format=file_format)
+def mixture(tmp_path, weights, *sources):
+    """The call-string; in the sources {d} is the folder."""
+    return f"mixture(sources={tuple(s.format(d=tmp_path) for s in sources)!r}, weights={weights})"
 
 
-def test_tfds_without_validation_split_holds_out_the_tail(tmp_path):
-    prepare_poems(tmp_path, POEMS)
-    parts = contents(make(f"tfds(name='tiny_poem', data_dir='{tmp_path}')"))
-    texts = "".join(parts["train"] + parts["validation"])
-    assert sorted(texts.split("vers")) == sorted("".join(POEMS["train"]).split("vers"))
-    assert len("".join(parts["validation"])) == round(0.1 * len(texts))
+A, B, C = (f"text(path='{{d}}/{name}.txt', validation=0.4)" for name in "abc")
+T = "pairs(train='{d}/t.tsv', validation=0.5, test='{d}/a.tsv')"
 
 
-def test_tfds_splits_by_name(tmp_path):
-    prepare_poems(tmp_path, POEMS | {"validation": ["v1", "v2"]})
-    parts = contents(make(f"tfds(name='tiny_poem:1.0.0', data_dir='{tmp_path}')"))
-    assert {split: sorted(d) for split, d in parts.items()} == {
-        "train": sorted(POEMS["train"]),
-        "validation": ["v1", "v2"],
-        "test": ["a", "b"],
-    }
-    some = make(f"tfds(name='tiny_poem', data_dir='{tmp_path}', split='train[:50%]')")
-    assert len(list(some.documents("train"))) == 10
-    other = make(f"tfds(name='tiny_poem', data_dir='{tmp_path}', validation='test')")
-    assert sorted(other.documents("validation")) == ["a", "b"]
-    assert some.fingerprint() != other.fingerprint()
+def test_mixture(make, contents, parts, tmp_path):
+    source = make(mixture(tmp_path, (3, 1), A, B))
+    assert contents(source) == {"train": ["a1 ", "b1 "], "validation": ["a2", "b2"]}
+    assert (source.fields, source.splits) == (("text",), ("train", "validation"))
+    assert source.weights == (0.75, 0.25)
+    assert [list(part.documents("train")) for part in source.parts] == [["a1 "], ["b1 "]]
+    assert [part.parts for part in source.parts] == [(part,) for part in source.parts]
 
 
-def test_tfds_fingerprint_follows_the_content(tmp_path):
-    prints = []
-    for name, poems in [("1", POEMS), ("2", POEMS), ("3", POEMS | {"train": ["other"] * 20})]:
-        prepare_poems(tmp_path / name, poems)
-        prints.append(make(f"tfds(name='tiny_poem', data_dir='{tmp_path / name}')").fingerprint())
-    assert prints[0] == prints[1] != prints[2]
+def test_a_mixture_in_a_mixture_counts_as_its_parts(make, contents, parts, tmp_path):
+    inner = mixture(tmp_path, (1, 3), A, B)
+    source = make(mixture(tmp_path, (0.5, 0.5), inner, C))
+    assert contents(source)["train"] == ["a1 ", "b1 ", "c1 "]
+    assert source.weights == (0.125, 0.375, 0.5)
+    assert [part.weights for part in source.parts] == [(1.0,)] * 3
+
+
+def test_a_mixture_of_pairs(make, contents, parts, write, tmp_path):
+    write("x\ty\n", "a.tsv")
+    spoken = T.replace("validation", "direction='en-de', validation")
+    source = make(mixture(tmp_path, (1, 1), "bible", spoken))
+    assert (source.fields, source.languages) == (("source", "text"), None)
+    assert list(source.documents("test", "source"))[-1] == "x"
+    assert list(source.documents("train"))[-1] == "eins"
+    assert make(mixture(tmp_path, (1, 1), spoken, spoken)).languages == ("en", "de")
+    # There is what all have: the second has no test split.
+    short = make(mixture(tmp_path, (1, 1), "bible", "pairs(train='{d}/t.tsv', validation=0.5)"))
+    assert short.splits == ("train", "validation")
+
+
+def test_the_fingerprint_of_a_mixture(make, parts, tmp_path):
+    """Of the content: the weights say what is made of it."""
+    prints = [
+        make(mixture(tmp_path, *given)).fingerprint()
+        for given in [((1, 1), A, B), ((1, 2), A, B), ((1, 1), B, A), ((1,), A), ((1, 1), A, C)]
+    ]
+    assert prints[0] == prints[1] and len(set(prints)) == 4
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("call", "message"),
     [
+        ("mixture", "sources and weights must be as many, at least one, got 0 and 0"),
+        ("mixture(sources=('bible',), weights=(1, 2))", "as many, at least one, got 1 and 2"),
+        ("mixture(sources=('bible',), weights=(0,))", r"weights\[0\]: must be above 0, got 0"),
         (
-            "name='tiny_poem', text_key='n'",
-            "'n' of example 0 in tiny_poem train is not UTF-8 text",
+            "mixture(sources=('bible', 'bibel'), weights=(1, 1))",
+            r"mixture: sources\[1\]: unknown name 'bibel'; did you mean 'bible'",
         ),
-        ("name='tiny_poem', text_key='txt'", "has no feature 'txt' .known: n, text"),
-        ("name='tiny_poem', validation='dev'", "has no split 'dev' .known: train, test"),
-        ("name='tiny_poem', split='test', validation='test'", "are both 'test'"),
-        ("name='tiny_poem:2.0.0'", r"is not prepared in {d}.*file_format='array_record'"),
-        ("name='ag_news_subset'", r"is not prepared in {d}.*download_and_prepare"),
-        ("name='glue/sst2'", "is not prepared in {d}.*import of their module"),
-        ("name='huggingface:x'", "name must be one of the catalogue"),
-        ("", "name must be one of the catalogue"),
+        (
+            "mixture(sources=('bible', 'wordnet(lema=1)'), weights=(1, 1))",
+            r"mixture: sources\[1\].lema: unknown option of wordnet: 'lema'; did you mean 'lemma'",
+        ),
+        (
+            "mixture(sources=('shakespeare', 'bible(reverse=True)'), weights=(1, 1))",
+            r"must have the same fields, but shakespeare has text, bible\(reverse=True\) has "
+            "source and text",
+        ),
     ],
 )
-def test_tfds_refusals(tmp_path, option, message):
-    prepare_poems(tmp_path, POEMS)
-    with pytest.raises(SpecError, match=message.format(d=tmp_path)):
-        contents(make(f"tfds({option and option + ', '}data_dir='{tmp_path}')"))
-
-
-def test_tfds_needs_no_tensorflow_and_others_no_tfds(tmp_path):
-    prepare_poems(tmp_path, POEMS)
-    program = f"""
-import sys
-from transformer.data import feed
-from transformer.spec import pick
-heavy = {{"grain", "tensorflow_datasets", "tokenizers", "tensorflow", "jax"}}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-source = pick(feed.SOURCES, "tfds(name='tiny_poem', data_dir={str(tmp_path)!r})")()
-assert len(list(source.documents("train"))) == 18
-assert "tensorflow" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+def test_mixtures_refused(make, call, message):
+    with pytest.raises(SpecError, match=message):
+        make(call)

@@ -1,4 +1,4 @@
-"""Decoding with a cache, in pieces of any size, equals the full forward pass."""
+"""Decoding with a cache, in pieces of any size or by beams, equals the full forward pass."""
 
 import functools
 
@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_beam import teacher_forced
 
+from transformer.beam import Beams, beam_search
 from transformer.layers.base import Tokens
 from transformer.layers.ffn import FFNS
 from transformer.layers.mask import MASKS, horizon
@@ -36,6 +38,18 @@ CASES = common.accepted(
     depth=1,
 )
 CAPACITY = 48
+BEAMED = common.accepted(
+    [
+        {"family": family, **options}
+        for family in common.DECODING
+        for options in [
+            *({"position": name} for name in POSITIONS),
+            {"kv_heads": 1},
+            {"scan": True, "depth": 3, "position": "rope | none"},
+        ]
+    ],
+    depth=1,
+)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -80,3 +94,19 @@ def test_keys_of_a_source_are_computed_once():
     last, _ = apply({"params": without_encoder, **cache}, then, None, CAPACITY)
     whole = common.logits(model, params, text, source)
     np.testing.assert_allclose(whole[:, -1:], last, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", BEAMED)
+def test_beams_have_the_logprob_of_the_whole(model):
+    """Each new token changes which beam continues which, and their caches with them."""
+    prompts, source = [[5, 6, 7, 8, 9], [4], [11, 12, 13]], common.source_for(model, 3)
+    params = common.params(model)
+    beams = Beams(beams=4, n_best=4)
+    found = beam_search(model, params, prompts, 10, beams, end=2, pad=0, source=source)
+    assert [len(row) for row in found] == [4, 4, 4]
+    every = [(prompt, h) for prompt, row in zip(prompts, found, strict=True) for h in row]
+    four = source and jax.tree.map(lambda a: jnp.repeat(a, 4, axis=0), source)
+    expected = teacher_forced(
+        model, params, [prompt for prompt, _ in every], [h.tokens for _, h in every], four
+    )
+    np.testing.assert_allclose([h.logprob for _, h in every], expected, atol=1e-4)

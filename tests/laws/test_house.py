@@ -24,6 +24,7 @@ FLOORS = (
     {"state"},
     {"step"},
     {"checkpoint", "evaluate", "generate"},
+    {"beam"},
     {"meter", "result", "run"},
     {"experiment"},
     {"choices", "cli", "inspection", "workdir"},

@@ -2,9 +2,11 @@
 
 Every tokenizer has the same four special ids, encodes any text its vocabulary covers without ever
 producing one of them, and decodes to exactly the text it encoded. To add one, subclass
-`Tokenizer` and add the function that trains it to `TOKENIZERS`.
+`Tokenizer` and add the function that trains it to `TOKENIZERS`. A `Vocabulary` is all that turns
+the data of a run into numbers and back.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -20,6 +22,8 @@ from transformer.spec import Count, Must, SpecError
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<mask>")
 PAD, BOS, EOS, MASK = range(len(SPECIALS))
+
+_TOKENIZER, _LABELS = "tokenizer.json", "labels.json"
 
 Texts = Callable[[], Iterator[str]]
 """The training text, as often as it is called, in pieces of any length."""
@@ -42,6 +46,13 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """int32 [size]: UTF-8 bytes per token; over an encoded text they sum to its bytes."""
         return np.array([len(p) for p in self.pieces], np.int32)
+
+    @functools.cached_property
+    def inside_words(self) -> np.ndarray:
+        """bool [2, size]: whether the token begins, and ends, with a letter, a digit or a part of
+        a character beyond ASCII. A word goes on where one such token meets another."""
+        ends = [(p[:1], p[-1:]) for p in self.pieces]
+        return np.array([[b.isalnum() or b >= b"\x80" for b in pair] for pair in ends], bool).T
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -180,11 +191,55 @@ def train_bpe(
     return BpeTokenizer(json.loads(learner.to_str()))
 
 
+def train_saved(
+    texts: Texts,
+    path: str = "",  # a working directory
+) -> Tokenizer:
+    """The tokenizer of another run, as fine-tuning needs it."""
+    del texts
+    return load(Path(path).expanduser() / _TOKENIZER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizers of a run and the names of its labels, in the order of their numbers."""
+
+    tokenizer: Tokenizer
+    source_tokenizer: Tokenizer | None = None  # of the source of a pair; None: the same
+    labels: tuple[str, ...] = ()
+
+    def of(self, field: str) -> Tokenizer:
+        """The tokenizer of a field of the data."""
+        return (self.source_tokenizer if field == "source" else None) or self.tokenizer
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        source = self.source_tokenizer and self.source_tokenizer.fingerprint
+        parts = json.dumps([self.tokenizer.fingerprint, source, self.labels])
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """One file for each part that there is."""
+        save(self.tokenizer, folder / _TOKENIZER)
+        if self.source_tokenizer:
+            save(self.source_tokenizer, folder / f"source_{_TOKENIZER}")
+        if self.labels:
+            _write(folder / _LABELS, json.dumps(self.labels, ensure_ascii=False))
+
+    @staticmethod
+    def load(folder: Path) -> "Vocabulary":
+        """Reads what `save` wrote; SpecError when something is missing or broken."""
+        source, labels = folder / f"source_{_TOKENIZER}", folder / _LABELS
+        return Vocabulary(
+            load(folder / _TOKENIZER),
+            load(source) if source.exists() else None,
+            _read_labels(labels) if labels.exists() else (),
+        )
+
+
 def save(tokenizer: Tokenizer, path: Path) -> None:
     """Writes one JSON file, under another name first so that it is never half there."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(tokenizer.to_json(), encoding="utf-8")
-    partial.replace(path)
+    _write(path, tokenizer.to_json())
 
 
 def load(path: Path) -> Tokenizer:
@@ -195,6 +250,19 @@ def load(path: Path) -> Tokenizer:
         raise SpecError(f"there is no tokenizer at {Path(path).absolute()}") from None
     except Exception as e:  # the tokenizers library raises nothing narrower
         raise SpecError(f"{Path(path).absolute()} is not a saved tokenizer: {e!r}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _read_labels(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(map(str, json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError) as e:
+        raise SpecError(f"{path.absolute()} is not a list of labels: {e!r}") from None
 
 
 def last_break(text: str) -> int:
@@ -241,4 +309,4 @@ def _byte_alphabet() -> str:
     return "".join(chr(b if b in printable else next(others)) for b in range(256))
 
 
-TOKENIZERS = {"bytes": train_bytes, "chars": train_chars, "bpe": train_bpe}
+TOKENIZERS = {"bytes": train_bytes, "chars": train_chars, "bpe": train_bpe, "saved": train_saved}

@@ -35,10 +35,14 @@ class Where:
 
 
 def visible(mask: Callable[..., Array], query: Tokens, key: Tokens) -> Array:
-    """[B, T, S]: the mask, AND the key is no padding, AND both are of the same segment."""
+    """[B, T, S]: the mask allows it OR the key is shown to all, AND the key is no padding, AND both
+    are of the same segment."""
     same = query.segments_BT[:, :, None] == key.segments_BT[:, None, :]
     real = key.segments_BT[:, None, :] > 0
-    return mask(query.positions_BT[:, :, None], key.positions_BT[:, None, :]) & same & real
+    may = mask(query.positions_BT[:, :, None], key.positions_BT[:, None, :])
+    if key.shown_BT is not None:
+        may |= key.shown_BT[:, None, :]
+    return may & same & real
 
 
 def einsum(

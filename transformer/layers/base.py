@@ -142,11 +142,16 @@ class Dims(Spec):
 
 @struct.dataclass
 class Tokens:
-    """Token ids with their place: segment 0 is padding, positions count within a segment."""
+    """Token ids with their place: segment 0 is padding, positions count within a segment.
+
+    `shown_BT` is true at tokens that all of their segment may look at whatever the mask says, as
+    the prefix of a prefix language model; None: there are none.
+    """
 
     ids_BT: Array
     segments_BT: Array
     positions_BT: Array
+    shown_BT: Array | None = None
 
     @classmethod
     def of(cls, ids_BT: Array, mask_BT: Array | None = None) -> "Tokens":

@@ -1,0 +1,45 @@
+"""Classification of short texts: which of 45 kinds of word a gloss of WordNet explains.
+
+    python train.py --config=configs/mlm.py --workdir=runs/mlm
+    python train.py --config=configs/classify.py:runs/mlm --workdir=runs/tuned-0 --config.train.seed=0
+    python train.py --config=configs/classify.py --workdir=runs/scratch-0 --config.train.seed=0
+
+The argument is a working directory of configs/mlm.py whose parameters and tokenizer to begin with;
+without it, the same model is trained from scratch.
+"""
+
+from transformer import defaults
+
+
+def get_config(init_from: str = ""):
+    c = defaults()
+    c.model.family = "encoder"
+    c.model.dim = 128
+    c.model.depth = 4
+    c.model.heads = 4
+    c.model.position = "learned"
+    c.model.placement = "pre"
+    c.model.norm = "layer"
+    c.model.bias = True
+    c.model.dropout = 0.1
+    c.model.pool = "mean"
+    c.model.max_len = 64
+
+    c.data.source = "wordnet"
+    c.data.tokenizer = "bpe(vocab_size=4096)"
+    c.data.packing = "buckets(buckets=4)"
+    c.data.batch_size = 32
+    c.data.seq_len = 63
+
+    c.objective = "classify"
+    c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
+    c.schedule = "linear(peak=5e-4, warmup=100)"
+    c.train.steps = 1000
+
+    c.eval.every = 250
+    c.checkpoint.every = 250
+    c.checkpoint.best = "loss"
+    if init_from:
+        c.train.init_from = init_from
+        c.data.tokenizer = f"saved(path={init_from!r})"
+    return c

@@ -1,0 +1,37 @@
+"""Masked language modelling (Devlin et al. 2019) on the glosses of WordNet, without their labels.
+
+    python train.py --config=configs/mlm.py --workdir=runs/mlm
+    python train.py --config=configs/classify.py:runs/mlm --workdir=runs/tuned
+
+The validation masks are always the same.
+"""
+
+from transformer import defaults
+
+
+def get_config():
+    c = defaults()
+    c.model.family = "encoder"
+    c.model.dim = 128
+    c.model.depth = 4
+    c.model.heads = 4
+    c.model.position = "learned"
+    c.model.placement = "pre"
+    c.model.norm = "layer"
+    c.model.bias = True
+    c.model.dropout = 0.1
+
+    c.data.source = "wordnet"
+    c.data.tokenizer = "bpe(vocab_size=4096)"
+    c.data.packing = "buckets(buckets=4)"
+    c.data.batch_size = 32
+    c.data.seq_len = 64
+
+    c.objective = "masked_lm(rate=0.15)"
+    c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
+    c.schedule = "linear(peak=2e-3, warmup=200)"
+    c.train.steps = 4000
+
+    c.eval.every = 1000
+    c.checkpoint.every = 1000
+    return c
