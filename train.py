@@ -8,7 +8,7 @@ import sys
 
 from absl import flags
 
-from transformer import cli
+from transformer import cli, launch
 from transformer.experiment import RunSpec, train
 
 WORKDIR = flags.DEFINE_string("workdir", None, "where the run lives", required=True)
@@ -28,4 +28,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    launch.on_huge_pages()
     cli.main(main, CONFIG)

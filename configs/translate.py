@@ -31,6 +31,7 @@ def get_config(data: str = ""):
     c.model.init = "xavier"
     c.model.tie = True
     c.model.embed_scale = True
+    c.model.scan = True
 
     c.data.source = _pairs(data) if data else "bible"
     c.data.tokenizer = "bpe(vocab_size=6000)"
@@ -40,14 +41,14 @@ def get_config(data: str = ""):
 
     c.objective = "seq2seq(label_smoothing=0.1)"
     c.optimizer = "adamw(b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.0)"
-    c.schedule = "inverse_sqrt(peak=3e-3, warmup=1000)"
+    c.schedule = "inverse_sqrt(warmup=1000)"
     c.train.steps = None
-    c.train.epochs = 30
+    c.train.epochs = 27
     c.train.clip = None
 
-    c.eval.every = 500
+    c.eval.every = 1000
     c.eval.decode = "bleu(beams=4, length_penalty=0.6)"
-    c.checkpoint.every = 500
+    c.checkpoint.every = 1000
     c.checkpoint.best = "nll"
     return c
 

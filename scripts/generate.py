@@ -1,8 +1,12 @@
-"""Continues text: python scripts/generate.py --workdir=DIR (--prompt=TEXT | --input=FILE)
-[--output=FILE] [--max_new_tokens=128 --temperature=1 --top_k=0 --top_p=1 --seed=0]
+"""Continues text, or translates: python scripts/generate.py --workdir=DIR
+(--prompt=TEXT | --input=FILE) [--output=FILE] [--max_new_tokens=128 --temperature=1 --top_k=0
+--top_p=1 --seed=0 | --beams=4 --length_penalty=0.6 --n_best=2]
 
---input holds one prompt a line; \\n in a line stands for a line break. Prints prompt and
-continuation; --output gets one JSON object a line instead: prompt, text (the continuation).
+For a model of pairs a prompt is a source. --input holds one prompt a line; \\n in a line stands for
+a line break. Prints prompt and continuation, or the translations, one a line; --output gets one
+JSON object for each line of the input instead: prompt, text (the continuation, or the translation)
+and, with --n_best, hypotheses, best first: text, score (logprob / ((5 + tokens) / 6) **
+length_penalty), logprob (in nats, of its tokens and its end).
 """
 
 import sys
@@ -11,6 +15,7 @@ sys.path[0] += "/.."  # the repository: here, inspect.py would shadow the standa
 
 
 import json
+from typing import Any
 
 from absl import flags
 
@@ -20,7 +25,7 @@ from transformer.spec import SpecError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to use", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
-PROMPT = flags.DEFINE_string("prompt", None, "the text to continue; may be empty")
+PROMPT = flags.DEFINE_string("prompt", None, "the text to continue, or the source; may be empty")
 INPUT = flags.DEFINE_string("input", None, "a file with one prompt a line")
 OUTPUT = flags.DEFINE_string("output", None, "a JSON-lines file to write")
 LENGTH = flags.DEFINE_integer("max_new_tokens", 128, "tokens to add at most", 0, 10**6)
@@ -28,28 +33,56 @@ TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: the most probable token
 TOP_K = flags.DEFINE_integer("top_k", 0, "draw from the k most probable tokens; 0: all")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "draw from the smallest set with this probability")
 SEED = flags.DEFINE_integer("seed", 0, "of the draws", 0, 2**31 - 1)
+BEAMS = flags.DEFINE_integer("beams", 0, "search with so many beams; 0: draw")
+PENALTY = flags.DEFINE_float("length_penalty", 0.6, "0: shorter texts are preferred")
+N_BEST = flags.DEFINE_integer("n_best", None, "how many of the beams to tell, best first")
+BATCH = flags.DEFINE_integer("batch_size", 64, "prompts at a time; changes no text", lower_bound=1)
 
 
 def main() -> None:
     prompts = _prompts()
     if OUTPUT.value is None:
-        print("\n\n".join(p + t for p, t in zip(prompts, _texts(prompts), strict=True)))
+        run = transformer.load(WORKDIR.value, STEP.value)
+        answers = run.objective.needs is not None
+        shown = [_shown(answers, p, found) for p, found in _pairs(run, prompts)]
+        print(("\n" if answers else "\n\n").join(shown))
         return
     with cli.open_output(OUTPUT.value) as f:
-        for prompt, text in zip(prompts, _texts(prompts), strict=True):
-            f.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        run = transformer.load(WORKDIR.value, STEP.value)
+        f.writelines(_record(p, found) for p, found in _pairs(run, prompts))
     print(f"{len(prompts)} texts in {OUTPUT.value}", file=sys.stderr)
 
 
-def _texts(prompts: list[str]) -> list[str]:
-    return transformer.load(WORKDIR.value, STEP.value).generate(
+def _pairs(run: Any, prompts: list[str]) -> list[tuple[str, Any]]:
+    found = run.generate(
         prompts,
         max_new_tokens=LENGTH.value,
         temperature=TEMPERATURE.value,
         top_k=TOP_K.value,
         top_p=TOP_P.value,
         seed=SEED.value,
+        beams=BEAMS.value,
+        length_penalty=PENALTY.value,
+        n_best=N_BEST.value,
+        batch_size=BATCH.value,
     )
+    return list(zip(prompts, found, strict=True))
+
+
+def _shown(answers: bool, prompt: str, found: Any) -> str:
+    if isinstance(found, list):
+        lines = [f"{h.score:.4f}\t{_shown(answers, prompt, h.text)}" for h in found]
+        return "\n".join(lines)
+    return found.replace("\n", "\\n") if answers else prompt + found
+
+
+def _record(prompt: str, found: Any) -> str:
+    if isinstance(found, list):
+        best = [{"text": h.text, "score": h.score, "logprob": h.logprob} for h in found]
+        out = {"prompt": prompt, "text": best[0]["text"], "hypotheses": best}
+    else:
+        out = {"prompt": prompt, "text": found}
+    return json.dumps(out, ensure_ascii=False) + "\n"
 
 
 def _prompts() -> list[str]:

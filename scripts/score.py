@@ -1,9 +1,9 @@
 """Scores text: python scripts/score.py --workdir=DIR --input=FILE --output=FILE.jsonl
 
-For each line of the input (source, a tab, text where a model of pairs is asked) one JSON object:
-`logprob`, the sum of the teacher-forced
-log-probabilities in nats of its tokens and of the end of the text; `tokens`, how many those are;
-`eos_logprob`, the part of the end alone. A line's score depends on no other line.
+For each line of the input (of a model of pairs: source, a tab, target) one JSON object: `logprob`,
+the sum of the teacher-forced log-probabilities in nats of the text's tokens and of its end, given
+the source; `tokens`, how many those are; `eos_logprob`, the part of the end alone. A line's score
+depends on no other line.
 """
 
 import sys
@@ -12,11 +12,13 @@ sys.path[0] += "/.."  # the repository: here, inspect.py would shadow the standa
 
 
 import json
+from collections.abc import Iterator
 
 from absl import flags
 
 import transformer
 from transformer import cli
+from transformer.spec import SpecError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to use", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
@@ -29,7 +31,8 @@ def main() -> None:
     lines = cli.read_lines(INPUT.value)
     with cli.open_output(OUTPUT.value) as f:
         run = transformer.load(WORKDIR.value, STEP.value)
-        scores = list(run.score(map(_parts, lines) if run.objective.needs else lines, BATCH.value))
+        texts = _pairs(lines) if run.objective.needs == "source" else lines
+        scores = list(run.score(texts, BATCH.value))
         f.writelines(json.dumps(score) + "\n" for score in scores)
     total = sum(s["logprob"] for s in scores)
     tokens = sum(s["tokens"] for s in scores)
@@ -39,8 +42,13 @@ def main() -> None:
     )
 
 
-def _parts(line: str) -> tuple[str, ...]:
-    return tuple(line.split("\t"))
+def _pairs(lines: list[str]) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(lines, 1):
+        if (tabs := line.count("\t")) != 1:
+            what = f"expected source, one tab and target, found {tabs} tabs"
+            raise SpecError(f"{INPUT.value} line {number}: {what}")
+        source, _, text = line.partition("\t")
+        yield source, text
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import pytest
 
 from transformer.layers.base import Tokens
 from transformer.model import FAMILIES, ModelSpec
+from transformer.objective import OBJECTIVES, Lexicon
 from transformer.spec import SpecError, parse
 from transformer.spec import pick as _pick
 from transformer.state import abstract_params
@@ -29,6 +30,8 @@ TINY = {
     "bias": True,
 }
 DECODING = [name for name in FAMILIES if name != "encoder"]  # families with a decoder
+LEARNERS = [(name, family) for name, table in OBJECTIVES.items() for family in table.families]
+CLASSES = 3
 
 
 def spec(**options: Any) -> ModelSpec:
@@ -75,6 +78,51 @@ def text(rows: int = 2, length: int = 8, seed: int = 0) -> Tokens:
     """Random ids, one segment a row."""
     ids = np.random.default_rng(seed).integers(0, VOCAB, (rows, length))
     return Tokens.of(jnp.asarray(ids, jnp.int32))
+
+
+def lexicon(bytes_V: Any = None, inside_2V: Any = None) -> Lexicon:
+    """What objectives know of the tiny vocabulary: unless given, each token is a word of its own,
+    of one byte. The first four ids are special."""
+    bytes_V = jnp.ones(VOCAB, jnp.int32) if bytes_V is None else jnp.asarray(bytes_V, jnp.int32)
+    inside_2V = jnp.zeros((2, bytes_V.size)) if inside_2V is None else jnp.asarray(inside_2V)
+    return Lexicon(bytes_V, inside_2V.astype(bool), bos=1, eos=2, mask=3, specials=4)
+
+
+LEXICON = lexicon()
+
+
+def batch(
+    rows: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None, side: str = ""
+) -> dict[str, Any]:
+    """Rows of ids as they stand in a batch: padded on the right, one segment each unless given."""
+    width = max(map(len, rows))
+    segments = segments or [[1] * len(row) for row in rows]
+    ids, segments = ([[*r, *[0] * (width - len(r))] for r in a] for a in (rows, segments))
+    place = [[row[:i].count(s) if s else 0 for i, s in enumerate(row)] for row in segments]
+    named = {"tokens": ids, "segments": segments, "positions": place}
+    out = {f"{side}{name}": jnp.asarray(a, jnp.int32) for name, a in named.items()}
+    return out if side else out | {"rows": jnp.arange(len(rows), dtype=jnp.int32)}
+
+
+def everything(lengths: Sequence[int] = (9, 9, 9, 9), seed: int = 0) -> dict[str, Any]:
+    """A batch that every objective can read: texts of these lengths, padded to the longest, with
+    sources of up to five tokens and labels."""
+    rng = np.random.default_rng(seed)
+    texts, sources = (
+        [rng.integers(4, VOCAB, min(n, most)).tolist() for n in lengths] for most in (2**20, 5)
+    )
+    labels = jnp.asarray(rng.integers(0, CLASSES, len(lengths)), jnp.int32)
+    return batch(texts) | batch(sources, side="source_") | {"labels": labels}
+
+
+def learner(objective: str, family: str | None = None, seq_len: int = 8, **options: Any):
+    """A tiny model with all that the objective asks for, of the first of its families unless
+    given; `seq_len` is what the texts of `everything` have, less one."""
+    chosen = pick(OBJECTIVES, objective)
+    more: dict[str, Any] = {"vocab": options.pop("vocab", VOCAB) + chosen().sentinels(seq_len)}
+    if chosen.factory.needs == "label":
+        more["classes"] = CLASSES
+    return spec(family=family or chosen.factory.families[0], **more | options)
 
 
 def source_for(model: ModelSpec, rows: int = 2, length: int = 5) -> Tokens | None:

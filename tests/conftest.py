@@ -52,3 +52,23 @@ def trained(tmp_path_factory) -> Path:
     workdir = tmp_path_factory.mktemp("trained")
     tiny_run.run(workdir)
     return workdir
+
+
+@pytest.fixture(scope="session")
+def translated(tmp_path_factory) -> Path:
+    """As `trained`, of a model of pairs."""
+    import tiny_run
+
+    workdir = tmp_path_factory.mktemp("translated")
+    tiny_run.run(workdir, **tiny_run.PAIRS)
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def labelled(tmp_path_factory) -> Path:
+    """As `trained`, of a model of labels."""
+    import tiny_run
+
+    workdir = tmp_path_factory.mktemp("labelled")
+    tiny_run.run(workdir, **tiny_run.LABELS)
+    return workdir

@@ -106,3 +106,24 @@ def environment(devices: int) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
+
+
+# The same of letters that are to be said backwards, in batches of different shapes.
+PAIRS = {
+    "model.family": "encoder_decoder",
+    "model.depth": 1,
+    "data.source": "reverse(length=9, test_length=9, size=320, held_out=24, symbols=6)",
+    "data.packing": "buckets(buckets=2)",
+    "data.seq_len": 12,
+    "objective": "seq2seq",
+    "train.accumulate": 1,
+    "eval.every": 6,
+    "checkpoint.best": "nll",
+}
+# Texts with labels.
+LABELS = PAIRS | {
+    "model.family": "encoder",
+    "data.source": "listops(length=12, test_length=20, size=320, held_out=24)",
+    "data.seq_len": 15,
+    "objective": "classify",
+}

@@ -20,10 +20,10 @@ from transformer.layers.base import Array, Tokens
 from transformer.model import ModelSpec
 from transformer.spec import Count, NonNegative, Spec
 
-# The axes of rows and of slots in each leaf of the cache, from the right: scanned layers stand
-# before them. A leaf that is not named here is an error, since it would not follow its beam.
-AXES = dict.fromkeys(("cached_key", "cached_value"), (-4, -2))
-AXES |= dict.fromkeys(("segments", "positions", "shown", "source"), (-2, -1))
+# The axis of the rows in each leaf of the cache, from the right: scanned layers stand before it. A
+# leaf that is not named here is an error, since it would not follow its beam.
+ROWS = dict.fromkeys(("cached_key", "cached_value"), -4)
+ROWS |= dict.fromkeys(("segments", "positions", "shown", "source"), -2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,26 +134,21 @@ def _search(
         return jnp.where(allowed_V[None], logprob_BV, -jnp.inf), new["cache"]
 
     def more(carry):
-        step, _, _, live, done = carry
+        step, _, live, done = carry
         return (step < limit) & _undecided(live, done, penalty_N[-1]).any()
 
-    # The pasts are carried over to the next turn because of a fault of XLA on CPUs: taken from a
-    # cache and written into it in one turn, they may be overwritten while they are read
-    # (github.com/openxla/xla/issues/49176).
     def extend(carry):
-        step, cache, pasts, live, done = carry
+        step, cache, live, done = carry
         token_BJ1 = jax.lax.dynamic_slice_in_dim(live.ids_BJN, step - 1, 1, axis=2)
         ids = token_BJ1.reshape(B * beams, 1)
         place = jnp.repeat(text.positions_BT[:, -1:] + step, beams, axis=0)
         next = Tokens(ids, jnp.ones_like(ids), place)
-        variables = {"params": params, "cache": _followed(cache, pasts, width)}
+        variables = {"params": params, "cache": _followed(cache, live.parent_BJ)}
         logprob_BV, cache = forward(variables, next)
         logprob_BJV = logprob_BV.reshape(B, beams, -1)
-        live, done = _grown(live, done, logprob_BJV, step, penalty_N[step + 1], end)
-        return step + 1, cache, _pasts(cache, live.parent_BJ, width), live, done
+        return step + 1, cache, *_grown(live, done, logprob_BJV, step, penalty_N[step + 1], end)
 
     logprob_BV, cache = forward({"params": params}, text, source)
-    cache = _repeated(cache, beams)
     ids_BJN = jnp.full((B, beams, limit), pad, jnp.int32)
     alone_BJ = jnp.full((B, beams), -jnp.inf).at[:, 0].set(0.0)  # else all beams were the same
     live = _Live(alone_BJ, ids_BJN, jnp.zeros((B, beams), jnp.int32))
@@ -161,8 +156,8 @@ def _search(
     done = _Ranked(nothing, nothing, ids_BJN[:, :n_best])
     logprob_BJV = jnp.repeat(logprob_BV[:, None], beams, axis=1)
     live, done = _grown(live, done, logprob_BJV, 0, penalty_N[1], end)
-    start = (jnp.int32(1), cache, _pasts(cache, live.parent_BJ, width), live, done)
-    *_, live, done = jax.lax.while_loop(more, extend, start)
+    start = (jnp.int32(1), _repeated(cache, beams), live, done)
+    _, _, live, done = jax.lax.while_loop(more, extend, start)
     # After an early stop this adds nothing: that is what it stopped for.
     return _merged(done, live.logprob_BJ, live.ids_BJN, penalty_N[-1])
 
@@ -213,29 +208,23 @@ def _repeated(cache: Any, beams: int) -> Any:
     flat = traverse_util.flatten_dict(cache)
     for path, leaf in flat.items():
         if path[-1] != "slot":  # the same number for all rows
-            rows, _ = AXES[path[-1]]
-            flat[path] = jax.tree.map(lambda a, at=rows: jnp.repeat(a, beams, axis=at), leaf)
+            axis = ROWS[path[-1]]
+            flat[path] = jax.tree.map(lambda a, at=axis: jnp.repeat(a, beams, axis=at), leaf)
     return traverse_util.unflatten_dict(flat)
 
 
-def _pasts(cache: Any, parent_BJ: Array, start: int) -> dict[tuple[str, ...], Array]:
-    """What each beam takes over from its parent: the slots of self-attention from `start` on.
-    Those before it, of the prompt, are the same for all beams of a row, and so is the source."""
+def _followed(cache: Any, parent_BJ: Array) -> Any:
+    """The cache in which every beam has the past of its parent. What is known of the source is
+    the same for all beams of a row and stays where it is.
+
+    So are the slots of the prompt, but to write only those after it into the cache they are taken
+    from gives wrong numbers on CPUs (XLA overwrites what it has still to read:
+    github.com/openxla/xla/issues/49176).
+    """
     B, J = parent_BJ.shape
     parent = (parent_BJ + J * jnp.arange(B, dtype=parent_BJ.dtype)[:, None]).reshape(B * J)
-    pasts = {}
-    for path, leaf in traverse_util.flatten_dict(cache).items():
-        if path[-1] not in ("slot", "source") and "cross_attention" not in path:
-            rows, slots = (leaf.ndim + axis for axis in AXES[path[-1]])
-            past = jax.lax.slice_in_dim(leaf, start, None, axis=slots)
-            pasts[path] = jnp.take(past, parent, axis=rows, mode="clip")
-    return pasts
-
-
-def _followed(cache: Any, pasts: dict[tuple[str, ...], Array], start: int) -> Any:
-    """The cache in which every beam has the past of its parent."""
     flat = traverse_util.flatten_dict(cache)
-    for path, past in pasts.items():
-        slots = flat[path].ndim + AXES[path[-1]][1]
-        flat[path] = jax.lax.dynamic_update_slice_in_dim(flat[path], past, start, axis=slots)
+    for path, leaf in flat.items():
+        if path[-1] not in ("slot", "source") and "cross_attention" not in path:
+            flat[path] = jnp.take(leaf, parent, axis=ROWS[path[-1]], mode="clip")
     return traverse_util.unflatten_dict(flat)

@@ -137,8 +137,8 @@ def read_lines(file: str) -> list[str]:
         raise SpecError(f"{file}: cannot be read ({e.strerror})") from None
     except UnicodeDecodeError as e:
         raise SpecError(f"{file}: not UTF-8 at byte {e.start}") from None
-    lines = text.split("\n")
-    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
 
 
 def open_output(file: str) -> IO[str]:

@@ -21,13 +21,12 @@ from transformer.data import feed
 from transformer.data.store import Data, Stream
 from transformer.data.tokens import Vocabulary
 from transformer.evaluate import evaluate
-from transformer.generate import refuse_lengths
 from transformer.log import LogSpec, Writers
 from transformer.mesh import Mesh, MeshSpec
 from transformer.meter import Meter, NumericalFailure
 from transformer.model import ModelSpec
 from transformer.objective import OBJECTIVES
-from transformer.quality import QUALITIES, Judged
+from transformer.quality import QUALITIES, Judged, refuse_lengths
 from transformer.run import Run, lexicon
 from transformer.spec import Choice, Count, Must, Natural, Positive, Spec, SpecError, choice
 from transformer.state import Birth, State
@@ -110,8 +109,10 @@ class RunSpec(Spec):
                 f"data.seq_len={self.data.seq_len}: {self.length} positions exceed "
                 f"model.max_len={self.model.max_len}"
             )
-        if self.model.classes is not None and self.objective.factory.needs != "label":
-            yield f"model.classes={self.model.classes}: objective={self.objective} predicts tokens"
+        if self.objective.factory.needs != "label":
+            for name in ("classes", "pool"):
+                if (value := getattr(self.model, name)) is not None:
+                    yield f"model.{name}={value}: objective={self.objective} predicts tokens"
         if self.eval.decode:
             for problem in self.eval.decode.factory.refusals(self):
                 yield f"eval.decode={self.eval.decode}: {problem}"
@@ -232,10 +233,11 @@ class Experiment:
         """What else would come to light at the first evaluation only."""
         run = self.run
         try:
-            self.data.stream(run.eval.split)
+            stream, made = self.data.stream(run.eval.split), Run(run, None, self.data.vocabulary)
             if run.eval.sample:
-                prompt = Run(run, None, self.data.vocabulary).prompt(run.eval.prompt)
-                refuse_lengths(run.model, [len(prompt.text)], run.eval.sample)
+                made.refuse_lengths([made.prompt(run.eval.prompt)], run.eval.sample)
+            if run.eval.decode:
+                refuse_lengths(made, stream)
         except SpecError as e:
             raise SpecError(f"config.eval: {e}") from None
 

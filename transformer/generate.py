@@ -48,9 +48,9 @@ def generate(
 ) -> list[list[int]]:
     """Continues each prompt (ids, at least one) by up to `max_new_tokens` ids.
 
-    A row stops after `end`, which is kept. `allowed_V` marks the ids that may be drawn; `shown` says
-    how many tokens of each prompt all of it may look at; `rows` which draws a row takes from the
-    seed's stream, by default those of its number. Raises SpecError where a prompt and its
+    A row stops after `end`, which is kept. `allowed_V` marks the ids that may be drawn; `shown`
+    says how many tokens of each prompt all of it may look at; `rows` which draws a row takes from
+    the seed's stream, by default those of its number. Raises SpecError where a prompt and its
     continuation exceed model.max_len.
     """
     refuse_lengths(spec, [len(p) for p in prompts], max_new_tokens)

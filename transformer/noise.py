@@ -45,8 +45,8 @@ def spans(key: Array, eligible_T: Array, rate: float, mean_span: float) -> Array
     begin_S = jnp.cumsum(kept_lengths) + jnp.cumsum(hidden_lengths) - hidden_lengths
     end_S = begin_S + hidden_lengths
     inside_TS = (place_T[:, None] >= begin_S[None]) & (place_T[:, None] < end_S[None])
-    span_T = (inside_TS * jnp.arange(1, T + 1)[None]).sum(1) * eligible_T
-    span_T = jnp.where(n >= 2, span_T, 0)
+    span_T = jnp.where(inside_TS, jnp.arange(1, T + 1)[None], 0).sum(1)
+    span_T = jnp.where(eligible_T & (n >= 2), span_T, 0)
     # Of a span that is cut in two by a special token, the first part remains.
     gaps_T = jnp.cumsum(~eligible_T)
     first_T = jnp.full(T + 1, T).at[span_T].min(jnp.arange(T))[span_T]
@@ -56,11 +56,10 @@ def spans(key: Array, eligible_T: Array, rate: float, mean_span: float) -> Array
 def span_sizes(n: Any, rate: float, mean_span: float, xp: Any = jnp) -> tuple[Any, Any]:
     """Of n tokens, int32: how many are hidden, and in how many spans. With `xp=numpy` the same
     numbers, outside of a traced program."""
-    hidden = xp.round(n.astype(xp.float32) * xp.float32(rate))
-    hidden = xp.clip(hidden, 1, xp.maximum(n - 1, 1)).astype(xp.int32)
-    count = xp.round(hidden.astype(xp.float32) / xp.float32(mean_span))
-    count = xp.clip(count, 1, xp.maximum(xp.minimum(hidden, n - hidden), 1))
-    return hidden, count.astype(xp.int32)
+    hidden = xp.round(n.astype(xp.float32) * xp.float32(rate)).astype(xp.int32)
+    hidden = xp.clip(hidden, 1, xp.maximum(n - 1, 1))
+    count = xp.round(hidden.astype(xp.float32) / xp.float32(mean_span)).astype(xp.int32)
+    return hidden, xp.clip(count, 1, xp.maximum(xp.minimum(hidden, n - hidden), 1))
 
 
 def compacted(values_T: Array, keep_T: Array, width: int) -> tuple[Array, Array]:

@@ -170,12 +170,12 @@ class PrefixLM(Objective):
         if not all(model.depths):
             now = dataclasses.replace(now, shown_BT=prefix_BT[:, :-1])
             return Example(now, None, then.ids_BT, counts.astype(jnp.float32))
-        source = dataclasses.replace(text, segments_BT=text.segments_BT * prefix_BT)
+        source = dataclasses.replace(text, segments_BT=jnp.where(prefix_BT, text.segments_BT, 0))
         source = jax.tree.map(lambda a: a[:, :-1], source)
         place = now.positions_BT - cut_BT[:, :-1] + 1  # 0 at the last token of the prefix
         rest = Tokens(
             jnp.where(place == 0, lexicon.bos, now.ids_BT),
-            now.segments_BT * (place >= 0),
+            jnp.where(place >= 0, now.segments_BT, 0),
             jnp.maximum(place, 0),
         )
         return Example(rest, source, then.ids_BT, counts.astype(jnp.float32))
@@ -424,7 +424,8 @@ def _cuts(key: Array | None, rows_B: Array, text: Tokens) -> Array:
     width = text.ids_BT.shape[1] + 1
     draw = jax.vmap(lambda row: jax.random.uniform(jax.random.fold_in(key, row), (width,)))
     u_BT = jnp.take_along_axis(draw(rows_B), text.segments_BT, 1)
-    return 1 + jnp.clip((u_BT * (n_BT - 1)).astype(jnp.int32), 0, jnp.maximum(n_BT - 2, 0))
+    more_BT = (u_BT * (n_BT - 1).astype(jnp.float32)).astype(jnp.int32)
+    return 1 + jnp.clip(more_BT, 0, jnp.maximum(n_BT - 2, 0))
 
 
 def _asked(source: Sequence[int], model: ModelSpec, bos: int, shown: bool) -> Prompt:

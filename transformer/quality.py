@@ -11,9 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from transformer.data.corpus import Source
+from transformer.data.store import Stream
+from transformer.data.tokens import BOS, EOS, PAD
 from transformer.run import Run
-from transformer.spec import Count, Natural, NonNegative
+from transformer.spec import Count, Natural, NonNegative, SpecError
+
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
@@ -35,7 +40,7 @@ class Bleu:
 
     beams: Count = 4
     length_penalty: NonNegative = 0.6  # Wu et al. 2016, eq. 14
-    max_new_tokens: Count | None = None  # None: data.seq_len
+    max_new_tokens: Count | None = None  # None: as many as a row of the data holds
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"  # of sacreBLEU
 
     @staticmethod
@@ -48,7 +53,8 @@ class Bleu:
 
         sources, references = _documents(source, split, "source", "text")
         search = {"beams": self.beams, "length_penalty": self.length_penalty}
-        written = _written(run, sources, self.max_new_tokens, stopped, **search)
+        limit = _limit(run, self.max_new_tokens)
+        written = _written(run, sources, limit, stopped, **search)
         if written is None:
             return None
         bleu = sacrebleu.BLEU(tokenize=self.tokenize)
@@ -74,13 +80,22 @@ class Exact:
     the answer is the greedy continuation, or with beams the best found, or the likeliest label."""
 
     beams: Natural = 0  # 0: greedy
-    length_penalty: NonNegative = 0.0  # Wu et al. 2016, eq. 14
-    max_new_tokens: Count | None = None  # None: data.seq_len
+    length_penalty: NonNegative = 0.0  # of beams; Wu et al. 2016, eq. 14
+    max_new_tokens: Count | None = None  # None: as many as a row of the data holds
+
+    @staticmethod
+    def rules(context: Any, beams: int = 0, length_penalty: float = 0.0, **_) -> Iterator[str]:
+        del context
+        if length_penalty and not beams:
+            yield f"length_penalty={length_penalty}: is of beams, got beams={beams}"
 
     @staticmethod
     def refusals(run: Any) -> Iterator[str]:
         if not run.objective.factory.needs:
             yield f"judges answers, which objective={run.objective} does not give"
+        elif run.objective.factory.needs == "label":
+            for name, value in run.eval.decode.bound:
+                yield f"{name}={value}: is for answers that are written, and labels are not"
 
     def __call__(self, run: Run, source: Source, split: str, stopped: Stopped) -> Judged | None:
         if run.objective.needs == "label":
@@ -88,10 +103,11 @@ class Exact:
             found = [max(p, key=lambda name: p[name]) for p in run.classify(questions)]
         else:
             questions, answers = _documents(source, split, "source", "text")
-            search = {"beams": self.beams, "length_penalty": self.length_penalty}
-            found = _written(
-                run, questions, self.max_new_tokens, stopped, temperature=0.0, **search
-            )
+            how: dict[str, Any] = {"temperature": 0.0}
+            if self.beams:
+                how = {"beams": self.beams, "length_penalty": self.length_penalty}
+            limit = _limit(run, self.max_new_tokens)
+            found = _written(run, questions, limit, stopped, **how)
         if found is None:
             return None
         right = [a == b for a, b in zip(found, answers, strict=True)]
@@ -104,16 +120,32 @@ class Exact:
         return Judged(metrics, notes, _records(questions, answers, found))
 
 
+def refuse_lengths(run: Run, stream: Stream) -> None:
+    """SpecError where what the model has to read or write of a split exceeds model.max_len."""
+    if stream.source is not None:
+        longest = int(np.diff(stream.source.starts).max()) - 2  # without its beginning and end
+        asked = run.objective.prompt([PAD] * longest, run.spec.model, BOS, EOS)
+        decode = run.spec.eval.decode
+        try:
+            run.refuse_lengths([asked], _limit(run, decode().max_new_tokens))
+        except SpecError as e:
+            raise SpecError(f"decode={decode}: the longest source of the split: {e}") from None
+
+
+def _limit(run: Run, given: int | None) -> int:
+    """The most tokens of an answer; a row of the data holds as many besides its end."""
+    return given or max(run.spec.data.seq_len - 1, 1)
+
+
 def _documents(source: Source, split: str, *fields: str) -> list[list[str]]:
     return [list(source.documents(split, field)) for field in fields]
 
 
 def _written(
-    run: Run, sources: Sequence[str], limit: int | None, stopped: Stopped, **options: Any
+    run: Run, sources: Sequence[str], limit: int, stopped: Stopped, **options: Any
 ) -> list[str] | None:
     """What the run writes for each source; None if `stopped` said so on the way. Sources of about
     the same length are decoded together; progress is shown every ten seconds."""
-    options["max_new_tokens"] = limit or run.spec.data.seq_len
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     out = [""] * len(sources)
     shown = time.monotonic()
@@ -121,7 +153,7 @@ def _written(
         if stopped():
             return None
         chosen = order[begin : begin + 256]
-        texts = run.generate([sources[i] for i in chosen], **options)
+        texts = run.generate([sources[i] for i in chosen], max_new_tokens=limit, **options)
         for i, text in zip(chosen, texts, strict=True):
             out[i] = text
         if time.monotonic() - shown > 10:

@@ -13,7 +13,7 @@ import numpy as np
 from transformer.beam import Beams, beam_search
 from transformer.data.corpus import PAIR, TEXT
 from transformer.data.tokens import BOS, EOS, MASK, PAD, SPECIALS, Tokenizer, Vocabulary
-from transformer.generate import Sampling, bucket, generate
+from transformer.generate import Sampling, bucket, generate, refuse_lengths
 from transformer.layers.base import Array, Tokens
 from transformer.objective import Example, Lexicon, Objective, Prompt
 from transformer.spec import SpecError, parse
@@ -58,6 +58,9 @@ class Run:
     def logits(self, tokens, mask=None, source=None, source_mask=None) -> Array:
         """ids [B, T] -> float32 [B, T, V], or [B, classes]; masks are true at real tokens, `source`
         [B, S] is for an encoder-decoder. SpecError for what are no ids of the vocabulary."""
+        if (source is not None) != all(self.spec.model.depths):
+            need = "needs no" if source is not None else "needs a"
+            raise SpecError(f"source: model.family={self.spec.model.family} {need} source")
         for name, ids in (("tokens", tokens), ("source", source)):
             self._refuse_ids(name, ids)
         text = Tokens.of(jnp.asarray(tokens, jnp.int32), _array(mask))
@@ -85,20 +88,19 @@ class Run:
 
         Drawn (temperature 0: greedy) or, with `beams`, searched for; then `n_best` gives for each
         prompt a list of that many `Written`, best first, instead of one text. No result depends
-        on the batch a prompt stands in. SpecError for options out of their range.
+        on the batch a prompt stands in. SpecError for options out of their range or of no effect,
+        and for a model that writes no texts.
         """
         _refuse_text(prompts)
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        search = {"beams": beams or 1, "length_penalty": length_penalty, "n_best": n_best or 1}
-        sampled, searched = parse(Sampling, sampling, "generate"), parse(Beams, search, "generate")
-        if n_best is not None and not beams:
-            raise SpecError(f"generate: n_best={n_best} needs beams, got beams={beams}")
+        self._refuse_silence()
+        sampled, searched = _sought(beams, length_penalty, n_best, temperature, top_k, top_p)
         given = [self.prompt(text) for text in prompts]
+        self.refuse_lengths(given, max_new_tokens)
         ends: dict[str, Any] = {"allowed_V": self._drawable(), "end": EOS, "pad": PAD}
         out: list[Any] = [None] * len(given)
         for chosen in _alike([len(p.source or p.text) for p in given], batch_size):
             texts, more = self._inputs([given[i] for i in chosen])
-            if beams:
+            if searched:
                 found: list[Any] = beam_search(
                     self.spec.model, self.params, texts, max_new_tokens, searched,
                     **more, **ends,
@@ -117,19 +119,30 @@ class Run:
 
     def prompt(self, text: str) -> Prompt:
         """What the model is given to go on from `text`. SpecError if it writes nothing."""
-        model = self.spec.model
-        if model.classes or not model.depths[1]:
-            what = f"objective={self.spec.objective.name}, model.family={model.family}"
-            raise SpecError(f"this run ({what}) does not write texts")
+        self._refuse_silence()
         field = "source" if self.objective.needs == "source" else "text"
         ids = self.vocabulary.of(field).encode(text).tolist()
-        return self.objective.prompt(ids, model, BOS, EOS)
+        return self.objective.prompt(ids, self.spec.model, BOS, EOS)
+
+    def refuse_lengths(self, prompts: Sequence[Prompt], new: int) -> None:
+        """SpecError where a prompt, or it and `new` tokens after it, exceed model.max_len."""
+        model = self.spec.model
+        for i, prompt in enumerate(prompts):
+            length = len(prompt.source or ())
+            if model.max_len is not None and length > model.max_len:
+                raise SpecError(
+                    f"prompt {i} has {length} tokens, which exceed model.max_len={model.max_len}"
+                )
+        refuse_lengths(model, [len(prompt.text) for prompt in prompts], new)
 
     def score(self, texts: Iterable[Text], batch_size: int = 32) -> Iterator[dict[str, float]]:
         """For each text, or (source, text), in order: `logprob`, the sum of the log-probabilities
         in nats of its tokens and of the end after them, given the beginning and the source;
         `tokens`, how many those are; `eos_logprob`, the part of the end alone."""
         _refuse_text(texts)
+        if not self.objective.scores:
+            name = self.spec.objective.name
+            raise SpecError(f"objective={name}: gives no log-probability of a text")
         rows = [self._framed(text, i) for i, text in enumerate(texts, 1)]
         done: dict[int, dict[str, float]] = {}
         for chosen in _alike([max(map(len, row)) for row in rows], batch_size):
@@ -137,18 +150,21 @@ class Run:
         yield from (done[i] for i in range(len(rows)))
 
     def classify(self, texts: Sequence[str], batch_size: int = 32) -> list[dict[str, float]]:
-        """For each text the probability of each label."""
+        """For each text the probability of each label. Of a text the first data.seq_len + 1 tokens
+        are read, as in training."""
         _refuse_text(texts)
         if not self.spec.model.classes:
             raise SpecError(f"this run (objective={self.spec.objective.name}) has no labels")
-        rows = [[self._ids("text", text)] for text in texts]
+        names, width = self.vocabulary.labels, self.spec.data.seq_len + 1
+        rows = [[self._ids("text", text)[:width]] for text in texts]
         out: list[dict[str, float]] = [{} for _ in rows]
         for chosen in _alike([len(row[0]) for row in rows], batch_size):
             batch = _batch([rows[i] for i in chosen], batch_size, TEXT)
             batch["labels"] = np.zeros(batch_size, np.int32)
-            p_BC = np.asarray(jax.nn.softmax(self._outputs(batch)[1], -1))
-            for i, p_C in zip(chosen, p_BC, strict=False):
-                out[i] = dict(zip(self.vocabulary.labels, p_C.tolist(), strict=True))
+            logits_BC = self._outputs(batch)[1][:, : len(names)]  # the model may have room for more
+            p_BC = np.asarray(jax.nn.softmax(logits_BC, -1))[: len(chosen)]
+            for i, p_C in zip(chosen, p_BC, strict=True):
+                out[i] = dict(zip(names, p_C.tolist(), strict=True))
         return out
 
     def _scored(self, rows: list[list[np.ndarray]], batch_size: int) -> list[dict[str, float]]:
@@ -161,7 +177,7 @@ class Run:
             {
                 "logprob": float(logprob_BT[b] @ weights_BT[b]),
                 "tokens": int(weights_BT[b].sum()),
-                "eos_logprob": float(logprob_BT[b, last_B[b]]),
+                "eos_logprob": float((logprob_BT * weights_BT)[b, last_B[b]]),
             }
             for b in range(len(rows))
         ]
@@ -171,14 +187,10 @@ class Run:
 
     def _framed(self, text: Text, line: int) -> list[np.ndarray]:
         """The ids of a text, or of its source and itself, as they stand in a batch."""
-        if not self.objective.scores:
-            raise SpecError(
-                f"objective={self.spec.objective.name}: gives no log-probability of a text"
-            )
         fields = PAIR if self.objective.needs else TEXT
         parts = (text,) if isinstance(text, str) else text
         if len(parts) != len(fields):
-            wanted = "a source, a tab and a text" if len(fields) > 1 else "one text"
+            wanted = "a source and a text, (source, text)" if len(fields) > 1 else "one text"
             raise SpecError(f"text {line} has {len(parts)} parts; this run scores {wanted}")
         row = [self._ids(field, part) for field, part in zip(fields, parts, strict=True)]
         lengths = len(row[-1]) - 1, len(row[0])
@@ -218,6 +230,18 @@ class Run:
                 begin = i + 1
         return "".join(parts[:-1])
 
+    def _refuse_silence(self) -> None:
+        """SpecError if the model writes no texts."""
+        model = self.spec.model
+        what = f"this run (objective={self.spec.objective.name}, model.family={model.family})"
+        if model.classes:
+            raise SpecError(
+                f"{what} gives labels, not texts: use classify(texts), or eval.py with "
+                "--config.eval.decode=exact and --output"
+            )
+        if not model.depths[1]:
+            raise SpecError(f"{what} writes no texts: use logits(tokens)")
+
     def _refuse_ids(self, name: str, ids: Any) -> None:
         if ids is None:
             return
@@ -253,6 +277,22 @@ def lexicon(tokenizer: Tokenizer) -> Lexicon:
     )
 
 
+def _sought(
+    beams: int, length_penalty: float, n_best: int | None, *how: float
+) -> tuple[Sampling, Beams | None]:
+    """How to draw, or how to search. SpecError for options of the other of the two."""
+    names = ("temperature", "top_k", "top_p")
+    sampled: Sampling = parse(Sampling, dict(zip(names, how, strict=True)), "generate")
+    search = {"beams": beams or 1, "length_penalty": length_penalty}
+    search["n_best"] = 1 if n_best is None else n_best
+    searched: Beams = parse(Beams, search, "generate")
+    if beams and sampled != Sampling():
+        raise SpecError(f"generate: {', '.join(names)} are for drawing; beams={beams} searches")
+    if not beams and (n_best is not None or searched != Beams(beams=1)):
+        raise SpecError(f"generate: length_penalty and n_best need beams, got beams={beams}")
+    return sampled, searched if beams else None
+
+
 def _batch(
     rows: list[list[np.ndarray]], batch_size: int, fields: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
@@ -273,6 +313,8 @@ def _batch(
 
 def _alike(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
     """Batches of numbers of texts of about the same length."""
+    if batch_size < 1:
+        raise SpecError(f"batch_size: must be at least 1, got {batch_size}")
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))
 

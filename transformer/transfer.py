@@ -16,56 +16,75 @@ from transformer.spec import SpecError
 from transformer.state import abstract_params
 
 Flat = Mapping[tuple[str, ...], Any]
+Paths = set[tuple[str, ...]]
 
 # Differences in these change no parameter and no meaning of one.
 _HARMLESS = {"vocab", "max_len", "classes", "pool", "dropout", "attention_dropout", "init"}
 _HARMLESS |= {"scan", "remat", "kernel", "dtype", "source_vocab"}
+_ROWS = ("vocab", "source_vocab", "max_len")  # of tables; a run may have more than its data needs
 
 
 def transferred(params: Any, model: ModelSpec, vocabulary: Vocabulary, workdir: str) -> Any:
     """`params`, fresh and placed on their devices, with those that the newest checkpoint of
-    `workdir` has too replaced by its own.
+    `workdir` has too replaced by its own; a classifier of other labels stays fresh.
 
     Prints what was taken, what stays new, what the other run has besides, and which options of the
     two models differ. SpecError if a parameter has another shape there, if none is found, or if the
     tokenizer, on which the meaning of the embeddings depends, is another.
     """
-    folder = result.folder(workdir)
-    there = spec.parse(ModelSpec, result.read_json(folder / "config.json").get("model") or {})
-    _refuse_tokenizer(vocabulary, folder)
-    store = Checkpoints(folder / "checkpoints", CheckpointSpec())
-    step, found = store.restore_params(abstract_params(there), "latest")
-    theirs, ours = _flat(stack(unstack(found), model)), _flat(params)
-    other = [
-        f"{'/'.join(path)}: {_shape(theirs[path])} there, {_shape(leaf)} here"
-        for path, leaf in ours.items()
-        if path in theirs and theirs[path].shape != leaf.shape
-    ]
-    if other:
-        lines = "\n  ".join(other)
-        raise SpecError(f"train.init_from={workdir}: parameters of another shape\n  {lines}")
-    taken = {path for path in ours if path in theirs}
-    if not taken:
-        raise SpecError(f"train.init_from={workdir}: no parameter of that run is found in this one")
+    try:
+        folder = result.folder(workdir)
+        there = spec.parse(ModelSpec, result.read_json(folder / "config.json").get("model") or {})
+        was = Vocabulary.load(folder)
+        store = Checkpoints(folder / "checkpoints", CheckpointSpec())
+        step, found = store.restore_params(abstract_params(there), "latest")
+        # Layer by layer, whether or not either of the two is scanned over its layers.
+        theirs, ours = _flat(unstack(found)), _flat(unstack(jax.device_get(params)))
+        taken = {path for path in ours if path in theirs}
+        if was.labels != vocabulary.labels:
+            taken = {path for path in taken if "classifier" not in path}
+        _refuse_tokenizers(was, vocabulary, folder, taken)
+        _refuse_shapes(ours, theirs, taken, there, model)
+    except SpecError as e:
+        raise SpecError(f"train.init_from={workdir}: {e}") from None
     _report(f"{workdir}, step {step}", ours, theirs, taken)
     for line in _differences(there, model):
         print(f"  differs: {line}", file=sys.stderr)
-    out = {
-        path: jax.device_put(theirs[path], leaf.sharding) if path in taken else leaf
+    merged = {path: theirs[path] if path in taken else leaf for path, leaf in ours.items()}
+    made = stack(traverse_util.unflatten_dict(jax.device_get(merged)), model)
+    return jax.tree.map(lambda leaf, value: jax.device_put(value, leaf.sharding), params, made)
+
+
+def _refuse_tokenizers(was: Vocabulary, now: Vocabulary, folder: Path, taken: Paths) -> None:
+    fields = {"text": "tokenizer"}
+    if any("source_embed" in path for path in taken):
+        fields["source"] = "source_tokenizer"
+    for field, name in fields.items():
+        if was.of(field).fingerprint != now.of(field).fingerprint:
+            place = str(folder / f"{name}.json" if field == "source" else folder)
+            raise SpecError(
+                f"was trained with another tokenizer; set data.{name} to saved(path={place!r})"
+            )
+
+
+def _refuse_shapes(
+    ours: Flat, theirs: Flat, taken: Paths, there: ModelSpec, here: ModelSpec
+) -> None:
+    """SpecError where parameters have another shape, or there are none to be taken."""
+    if not taken:
+        raise SpecError("no parameter of that run is found in this one")
+    problems = [
+        f"{'/'.join(path)}: {_shape(theirs[path])} there, {_shape(leaf)} here"
         for path, leaf in ours.items()
-    }
-    return traverse_util.unflatten_dict(out)
+        if path in taken and theirs[path].shape != leaf.shape
+    ]
+    if problems:
+        sizes = {name: (getattr(there, name) or 0, getattr(here, name) or 0) for name in _ROWS}
+        problems += [f"set model.{n}={was}" for n, (was, now) in sizes.items() if was > now]
+        raise SpecError("\n  ".join(["parameters of another shape", *problems]))
 
 
-def _refuse_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
-    if Vocabulary.load(folder).tokenizer.fingerprint != vocabulary.tokenizer.fingerprint:
-        raise SpecError(
-            f"train.init_from={folder}: was trained with another tokenizer; set data.tokenizer to "
-            f"saved(path={str(folder)!r})"
-        )
-
-
-def _report(where: str, ours: Flat, theirs: Flat, taken: set[tuple[str, ...]]) -> None:
+def _report(where: str, ours: Flat, theirs: Flat, taken: Paths) -> None:
     values = sum(ours[path].size for path in taken)
     print(f"train.init_from: {where}", file=sys.stderr)
     print(f"  taken: {len(taken)} of {len(ours)} parameters, {values:,} values", file=sys.stderr)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     {"spec"},
     {"layers"},
+    {"noise"},
     {"model"},
     {"data", "log", "mesh", "objective", "optim", "stop"},
     {"state"},
@@ -26,6 +27,7 @@ FLOORS = (
     {"checkpoint", "evaluate", "generate"},
     {"beam"},
     {"meter", "result", "run"},
+    {"quality", "transfer"},
     {"experiment"},
     {"choices", "cli", "inspection", "workdir"},
     {"cost", "interop", "report", "studies", "sweep"},
@@ -34,7 +36,7 @@ FLOORS = (
 BESIDE = {"cli", "data", "log", "mesh", "optim", "stop"}
 
 # Heavy or optional, so imported where they are used.
-LATE = {"grain", "tensorboardX", "tensorflow_datasets", "tokenizers"}
+LATE = {"grain", "sacrebleu", "tensorboardX", "tensorflow_datasets", "tokenizers"}
 
 TOP = {
     *(".ci", ".gitattributes", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md"),

@@ -193,11 +193,12 @@ def train_bpe(
 
 def train_saved(
     texts: Texts,
-    path: str = "",  # a working directory
+    path: str = "",  # a working directory, or a tokenizer's file in one
 ) -> Tokenizer:
     """The tokenizer of another run, as fine-tuning needs it."""
     del texts
-    return load(Path(path).expanduser() / _TOKENIZER)
+    given = Path(path).expanduser()
+    return load(given if given.is_file() else given / _TOKENIZER)
 
 
 @dataclasses.dataclass(frozen=True)
