@@ -1,8 +1,13 @@
 """Classification of short texts: which of 45 kinds of word a gloss of WordNet explains.
 
     python train.py --config=configs/mlm.py --workdir=runs/mlm
-    python train.py --config=configs/classify.py:runs/mlm --workdir=runs/tuned-0 --config.train.seed=0
-    python train.py --config=configs/classify.py --workdir=runs/scratch-0 --config.train.seed=0
+    for seed in 0 1 2; do
+      python train.py --config=configs/classify.py:runs/mlm --workdir=runs/tuned-$seed \\
+          --config.train.seed=$seed
+      python train.py --config=configs/classify.py --workdir=runs/scratch-$seed \\
+          --config.train.seed=$seed
+    done
+    python scripts/compare.py runs/tuned-* runs/scratch-*
 
 The argument is a working directory of configs/mlm.py whose parameters and tokenizer to begin with;
 without it, the same model is trained from scratch.
@@ -34,10 +39,10 @@ def get_config(init_from: str = ""):
     c.objective = "classify"
     c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
     c.schedule = "linear(peak=5e-4, warmup=100)"
-    c.train.steps = 1000
+    c.train.steps = 600
 
-    c.eval.every = 250
-    c.checkpoint.every = 250
+    c.eval.every = 200
+    c.checkpoint.every = 200
     c.checkpoint.best = "loss"
     if init_from:
         c.train.init_from = init_from

@@ -1,18 +1,26 @@
-"""Translation with the original architecture (Vaswani et al. 2017): post-norm, sinusoidal positions,
-ReLU, one embedding for both languages and the head, label smoothing, warm-up and inverse square root.
+"""Translation with the original architecture (Vaswani et al. 2017): post-norm, sinusoidal
+positions, ReLU, one embedding for both languages and the head, label smoothing 0.1, warm-up and
+then the inverse square root.
 
-    python train.py --config=configs/translate.py --workdir=runs/translate            # Bible, en-es
-    python train.py --config=configs/translate.py:multi30k/en-de --workdir=runs/m30k  # files of yours
-    python eval.py --workdir=runs/m30k --split=test --step=best
+    python train.py --config=configs/translate.py --workdir=runs/bible                # en-es
+    python train.py --config=configs/translate.py:multi30k/en-de --workdir=runs/m30k  # your files
+    python eval.py --workdir=runs/m30k --split=test
     python scripts/generate.py --workdir=runs/m30k --prompt='A dog runs.' --beams=4
 
-The argument DIR/SOURCE-TARGET names line-aligned files DIR/train.SOURCE, DIR/val.TARGET and so on
-(also .gz and .xz; validation is val, valid, validation or dev, a test set is test or test_…).
+Without an argument, verses of the Bible that come with the package. The argument
+DIR/SOURCE-TARGET names line-aligned files: DIR/train.SOURCE and DIR/train.TARGET, and so on for
+validation (val, valid, validation or dev) and test (test or test_…), also as .gz or .xz. A set of
+TFDS that is prepared on this machine:
+
+    --config.data.source="tfds(name='wmt14_translate/de-en', source_key='en', text_key='de')"
 """
 
 from pathlib import Path
 
 from transformer import defaults
+from transformer.spec import SpecError
+
+SPLITS = {"val": "validation", "valid": "validation", "dev": "validation"}
 
 
 def get_config(data: str = ""):
@@ -33,7 +41,7 @@ def get_config(data: str = ""):
     c.model.embed_scale = True
     c.model.scan = True
 
-    c.data.source = _pairs(data) if data else "bible"
+    c.data.source = _pairs(Path(data)) if data else "bible"
     c.data.tokenizer = "bpe(vocab_size=6000)"
     c.data.packing = "buckets"
     c.data.batch_size = 48
@@ -53,17 +61,19 @@ def get_config(data: str = ""):
     return c
 
 
-def _pairs(data: str) -> str:
-    folder, languages = Path(data).parent, Path(data).name.split("-")
-    found = {}
-    for file in sorted(folder.iterdir()):
+def _pairs(data: Path) -> str:
+    """The files DIR/SPLIT.LANGUAGE of both languages, as a source."""
+    languages = data.name.split("-")
+    if not data.parent.is_dir() or len(languages) != 2:
+        raise SpecError(f"{data}: must be DIR/SOURCE-TARGET, such as multi30k/en-de")
+    found: dict[str, dict[str, str]] = {}
+    for file in sorted(data.parent.iterdir()):
         name = file.name.removesuffix(".gz").removesuffix(".xz")
-        for language in languages:
-            if name.endswith(f".{language}"):
-                found.setdefault(name.removesuffix(f".{language}"), {})[language] = str(file)
-    splits = {}
-    for stem, files in found.items():
-        kind = "validation" if stem in ("val", "valid", "dev") else stem.split("_")[0]
-        if len(files) == 2 and kind in ("train", "validation", "test"):
-            splits.setdefault(kind, tuple(files[language] for language in languages))
-    return f"pairs({', '.join(f'{kind}={files!r}' for kind, files in splits.items())})"
+        stem, _, language = name.rpartition(".")
+        split = SPLITS.get(stem, stem.split("_")[0])
+        if language in languages and split in ("train", "validation", "test"):
+            found.setdefault(split, {}).setdefault(language, str(file))
+    splits = {s: tuple(f.get(name, "") for name in languages) for s, f in found.items()}
+    if "train" not in splits:
+        raise SpecError(f"{data.parent}: has no train.{languages[0]} and train.{languages[1]}")
+    return f"pairs({', '.join(f'{split}={files!r}' for split, files in splits.items())})"

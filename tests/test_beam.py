@@ -230,7 +230,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(family):
 
 
 def test_what_is_shown_of_a_prompt_stays_shown():
-    model = common.spec(depth=1)
+    model = common.spec(depth=2)
     params = jax.tree.map(lambda a: a * 3, common.params(model))
     (hidden,), (got,) = (
         found(model, params, [[5, 6, 7, 8]], 5, Beams(3, n_best=3), shown=shown)

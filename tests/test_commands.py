@@ -8,10 +8,12 @@ import sys
 import time
 
 import pytest
+import sacrebleu
 import tiny_run
 
 import transformer
 from transformer.checkpoint import Checkpoints, CheckpointSpec
+from transformer.data.tokens import ByteTokenizer, Vocabulary
 
 
 @pytest.fixture
@@ -148,6 +150,110 @@ def test_generate(trained, tmp_path):
     assert found == [{"prompt": p, "text": t} for p, t in zip(prompts, expected, strict=True)]
     ran = tiny_run.command("scripts/generate.py", f"--workdir={trained}", "--prompt=ten")
     assert ran.returncode == 0 and ran.stdout.startswith("ten")
+
+
+# ------------------------------------------------------------------------- of pairs and of labels
+
+
+@pytest.fixture(scope="module")
+def octets(tmp_path_factory):
+    """A run of pairs that can be given any text."""
+    folder = tmp_path_factory.mktemp("octets") / "w"
+    return tiny_run.untrained(folder, Vocabulary(ByteTokenizer()), **tiny_run.PAIRS)
+
+
+# A byte-order mark, and all that Python or others take for the end of a line.
+LINES = ["ab\u2028cd", "", "\x85 x\x0by\rz \x0c", "one\\ntwo", "\u2029\x1c\x1d\x1e", "end\r"]
+FILE = b"\xef\xbb\xbf" + "\r\n".join(LINES[:3]).encode() + b"\n" + "\n".join(LINES[3:]).encode()
+
+
+def test_translate(octets, tmp_path):
+    """One output for each line, whatever stands in it."""
+    (tmp_path / "in.txt").write_bytes(FILE)
+    output = tmp_path / "out.jsonl"
+    ran = tiny_run.command(
+        "scripts/generate.py",
+        *(f"--workdir={octets}", f"--input={tmp_path / 'in.txt'}", f"--output={output}"),
+        *("--max_new_tokens=4", "--beams=3", "--n_best=2", "--length_penalty=1", "--batch_size=2"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in output.read_text("utf-8").split("\n")[:-1]]
+    prompts = [line.replace("\\n", "\n") for line in LINES]
+    assert [record["prompt"] for record in found] == prompts
+    run = transformer.load(octets)
+    expected = run.generate(prompts, max_new_tokens=4, beams=3, n_best=2, length_penalty=1.0)
+    for record, best in zip(found, expected, strict=True):
+        assert record["text"] == best[0].text
+        assert [h["text"] for h in record["hypotheses"]] == [h.text for h in best]
+        for h, written in zip(record["hypotheses"], best, strict=True):
+            assert set(h) == {"text", "score", "logprob"}
+            assert h["score"] == pytest.approx(written.score, abs=1e-4)
+            assert h["logprob"] == pytest.approx(written.logprob, abs=1e-4)
+
+
+def test_translations_are_printed_one_a_line(translated, tmp_path):
+    (tmp_path / "in.txt").write_text("abc\n\nf\n")
+    arguments = [f"--workdir={translated}", f"--input={tmp_path / 'in.txt'}", "--max_new_tokens=5"]
+    ran = tiny_run.command("scripts/generate.py", *arguments, "--temperature=0")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    run = transformer.load(translated)
+    expected = run.generate(["abc", "", "f"], max_new_tokens=5, temperature=0)
+    assert ran.stdout == "".join(f"{text}\n" for text in expected)
+
+
+def test_who_writes_no_text_says_so(labelled):
+    """2, and what to use instead."""
+    ran = tiny_run.command("scripts/generate.py", f"--workdir={labelled}", "--prompt=1")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == (
+        "this run (objective=classify, model.family=encoder) gives labels, not texts: use "
+        "classify(texts), or eval.py with --config.eval.decode=exact and --output\n"
+    )
+
+
+def test_score_pairs(octets, tmp_path):
+    pairs = [(line, line[::-1]) for line in LINES]
+    text = "\n".join(map("\t".join, pairs))
+    (tmp_path / "in.tsv").write_bytes(text.encode())
+    output = tmp_path / "out.jsonl"
+    arguments = [f"--workdir={octets}", f"--input={tmp_path / 'in.tsv'}", f"--output={output}"]
+    ran = tiny_run.command("scripts/score.py", *arguments)
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    for a, b in zip(found, transformer.load(octets).score(pairs), strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+    (tmp_path / "in.tsv").write_text("a\tb\n\t\na\tb\tc\n")
+    ran = tiny_run.command("scripts/score.py", *arguments)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == (
+        f"{tmp_path / 'in.tsv'} line 3: expected source, one tab and target, found 2 tabs\n"
+    )
+
+
+def test_evaluate_translations(translated, tmp_path):
+    """The object tells all that belongs to the number; the file holds what it was made of."""
+    output = tmp_path / "out.jsonl"
+    ran = tiny_run.command(
+        "eval.py",
+        *(f"--workdir={translated}", "--split=test", "--step=best", f"--output={output}"),
+        *("--config.eval.decode=bleu(beams=2, tokenize='char')", "--config.data.batch_size=5"),
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = last_line(ran)
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    written, references = ([r[name] for r in records] for name in ("text", "reference"))
+    assert [r["source"][::-1] for r in records] == references
+    bleu = sacrebleu.corpus_bleu(written, [references], tokenize="char").score
+    assert found["bleu"] == pytest.approx(bleu)
+    assert found["chrf"] == pytest.approx(sacrebleu.corpus_chrf(written, [references]).score)
+    assert (found["direction"], found["sentences"]) == ("source-text", len(records))
+    assert "|tok:char|" in found["bleu_signature"] and "|nw:0|" in found["chrf_signature"]
+    assert {"step", "split", "loss", "nll", "accuracy", "perplexity", "tokens"} < set(found)
+    output.unlink()
+    ran = tiny_run.command("eval.py", f"--workdir={translated}", f"--output={output}")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "--output: the run writes nothing; set --config.eval.decode\n"
+    assert not output.exists()
 
 
 def test_inspect(trained, config, tmp_path):

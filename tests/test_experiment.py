@@ -1,5 +1,6 @@
 """A run as a whole, in this process: what it leaves, what it refuses and how it ends."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -18,7 +19,8 @@ import transformer
 from transformer import experiment, result, spec
 from transformer.checkpoint import Checkpoints, CheckpointSpec
 from transformer.data import feed
-from transformer.experiment import RunSpec, TrainSpec
+from transformer.data.tokens import CharTokenizer, Vocabulary
+from transformer.experiment import Experiment, RunSpec, TrainSpec
 from transformer.spec import SpecError
 
 
@@ -51,7 +53,8 @@ def test_what_a_run_leaves(trained):
         *("checkpoints", "data", ".lock"),
     }
     stored = spec.parse(RunSpec, json.loads((trained / "config.json").read_text()))
-    assert stored == experiment.resolve(tiny_run.run_spec(), stored.model.vocab)
+    assert stored == experiment.resolve(tiny_run.run_spec(), Vocabulary.load(trained))
+    assert stored.model.vocab == 4 + len(set(tiny_run.TEXT.read_text()))
     train, validation = (tiny_run.lines(trained, split) for split in ("train", "validation"))
     assert [line["step"] for line in train] == list(range(1, 13))
     assert [line["step"] for line in validation] == [4, 8, 12]
@@ -90,10 +93,74 @@ def test_the_learning_rate_is_that_of_the_update(trained):
 def test_durations(trained, asked, updates):
     run = tiny_run.run_spec()
     stream = feed.prepare(run.data, trained).stream("train")
-    rows = run.data.packing(stream, 16).rows
+    rows = math.ceil(len(stream.tokens) / 16)
     train = spec.parse(TrainSpec, asked)
     # 1000 tokens are 3.9 batches of 16 rows of 16.
-    assert train.updates(rows, run.data) == (updates or math.ceil(rows / 2 / 16))
+    assert train.updates(rows / 16, run.data) == (updates or math.ceil(rows / 2 / 16))
+    assert Experiment(dataclasses.replace(run, train=train), trained).updates == (
+        updates or math.ceil(rows / 2 / 16)
+    )
+
+
+def test_an_epoch_of_buckets_has_each_row_once(translated):
+    """Batches of different shapes are not filled up evenly: they are counted."""
+    run = tiny_run.run_spec(**tiny_run.PAIRS | {"train.steps": None, "train.epochs": 2.0})
+    updates = Experiment(run, translated).updates
+    data = feed.prepare(run.data, translated)
+    make = feed.train_batches(data, run.data, run.train.seed)
+    rows = np.concatenate([make(i)["rows"] for i in range(updates)])
+    assert sorted(rows[rows >= 0]) == sorted(2 * list(range(data.stream("train").documents)))
+
+
+def test_what_is_cut_is_said(tmp_path, capsys):
+    options = {"data.seq_len": 6, "data.source_len": 5, "train.steps": 1}
+    run = tiny_run.run_spec(**tiny_run.PAIRS | options)
+    stream = Experiment(run, tmp_path).data.stream("train")
+    assert stream.source is not None
+    # The end of a text is predicted, its beginning is not; a source has both.
+    cut = (np.diff(stream.starts) - 1 > 6) | (np.diff(stream.source.starts) > 5)
+    assert 0 < cut.sum() < stream.documents
+    assert capsys.readouterr().err == (
+        f"data: {cut.sum()} of {stream.documents} rows of the training split are longer than "
+        "seq_len=6 or its source than 5, and cut there\n"
+    )
+
+
+def test_the_data_decides_the_sizes_of_the_model():
+    """Vocabularies, labels, sentinels and positions; a larger size may be asked for."""
+    chars = CharTokenizer("abc")
+
+    def sizes(vocabulary, **options):
+        model = experiment.resolve(tiny_run.run_spec(**options), vocabulary).model
+        return model.vocab, model.source_vocab, model.classes, model.max_len
+
+    pairs, labels = tiny_run.PAIRS, tiny_run.LABELS
+    two = Vocabulary(chars, CharTokenizer("xy"))
+    three = Vocabulary(chars, None, ("a", "b", "c"))
+    assert sizes(Vocabulary(chars), **pairs) == (7, None, None, None)
+    assert sizes(two, **pairs) == (7, 6, None, None)
+    assert sizes(three, **labels) == (7, None, 3, None)
+    assert sizes(three, **labels | {"model.classes": 4, "model.vocab": 9}) == (9, None, 4, None)
+    learned = {"model.position": "learned", "data.source_len": 9}
+    assert sizes(two, **pairs | learned) == (7, 6, None, 12)
+    decoder = {"model.family": "decoder"}
+    assert sizes(Vocabulary(chars), **pairs | learned | decoder) == (7, None, None, 12 + 9)
+    assert sizes(three, **labels | learned) == (7, None, 3, 16)
+    spans = {"objective": "span_corruption(rate=0.5)", "model.family": "encoder_decoder"}
+    # Of 16 tokens 8 are hidden, in round(8 / 3) spans.
+    assert sizes(Vocabulary(chars), **spans, **{"model.position": "learned"}) == (
+        10,
+        None,
+        None,
+        16,
+    )
+    for options, message in [
+        (labels | {"model.classes": 2}, "config.model.classes=2: the data has 3 labels"),
+        (pairs | {"model.source_vocab": 5}, "config.model.source_vocab=5: the data has 6 tokens"),
+        (spans | {"model.vocab": 9}, "config.model.vocab=9: the data has 7 tokens and the objecti"),
+    ]:
+        with pytest.raises(SpecError, match=message):
+            sizes(three if "model.classes" in options else two, **options)
 
 
 def test_checkpoints_every_few_steps_and_at_the_end(tmp_path, monkeypatch):
@@ -194,6 +261,8 @@ def test_damaged_config_is_written_again(copy):
 
 # ------------------------------------------------------------- refused before the first step
 
+LEARNED = tiny_run.PAIRS | {"model.position": "learned", "eval.decode": "bleu"}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -207,11 +276,45 @@ def test_damaged_config_is_written_again(copy):
         ),
         ({"checkpoint__best": "los"}, "config: checkpoint.best=los: unknown metric 'los'; did you"),
         ({"checkpoint__best": "accuracy"}, "config: checkpoint.best=accuracy: unknown metric"),
-        ({"model__vocab": 5}, "config.model.vocab=5: the tokenizer has "),
+        ({"checkpoint__best": "bleu"}, "config: checkpoint.best=bleu: unknown metric 'bleu'"),
+        ({"model__vocab": 5}, "config.model.vocab=5: the data has 36 tokens"),
         ({"data__batch_size": 24, "train__accumulate": 2}, "config.data.batch_size=24: not a mult"),
         ({"data__batch_size": 4000, "train__accumulate": 1}, "the training split has .* tokens"),
         ({"mesh__data": 3}, "config.mesh: data=3 .* not the number of devices, 8"),
         ({"schedule": "constant(warmup=13)"}, "warmup=13"),
+        (
+            {"objective": "seq2seq", "data__packing": "documents"},
+            "config.objective=seq2seq: needs the source of each text, which data.source=text.* doe",
+        ),
+        (
+            {"objective": "classify", "data__packing": "documents", "data__source": "reverse"},
+            "config.objective=classify: needs the label of each text, which data.source=reverse do",
+        ),
+        (
+            tiny_run.PAIRS | {"eval.sample": 3, "eval.prompt": "Ω"},
+            "config.eval: .*Ω",
+        ),
+        (
+            tiny_run.LABELS | {"eval.sample": 3},
+            "config.eval: this run .objective=classify, model.family=encoder. gives labels",
+        ),
+        (
+            {"objective": "masked_lm", "model__family": "encoder", "eval__sample": 3},
+            "config.eval: this run .objective=masked_lm, model.family=encoder. writes no texts",
+        ),
+        (
+            LEARNED | {"data.source_len": 10, "data.seq_len": 10, "model.max_len": 10},
+            "config.eval: decode=bleu: the longest source of the split: prompt 0 has 11 tokens, "
+            "which exceed model.max_len=10",
+        ),
+        (
+            LEARNED | {"eval.decode": "exact(max_new_tokens=12)"},
+            "config.eval: decode=exact.*: prompt 0 has 1 tokens and 12 new .* model.max_len=12",
+        ),
+        (
+            tiny_run.PAIRS | {"data.batch_size": 10, "train.accumulate": 2},
+            "config.data.packing=buckets.buckets=2.: a batch of .* rows: not a multiple of 16",
+        ),
     ],
 )
 def test_refused(tmp_path, monkeypatch, options, message):

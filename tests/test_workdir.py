@@ -28,9 +28,23 @@ def test_which_step(trained):
 
 def test_an_evaluation_repeats_that_of_the_training(trained):
     expected = result.read_json(trained / "result.json")["validation"]
-    found = workdir.evaluate_run(trained, "latest", "validation", stored(trained))
+    found, texts = workdir.evaluate_run(trained, "latest", "validation", stored(trained))
     assert (found.pop("step"), found.pop("split")) == (12, "validation")
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-6) and texts == []
+
+
+@pytest.mark.parametrize("kind", ["translated", "labelled"])
+def test_an_evaluation_of_pairs_and_of_labels(request, kind):
+    """Of the newest and of the best checkpoint, which is the one with the lowest nll; on splits
+    that the training has not seen."""
+    folder = request.getfixturevalue(kind)
+    done = result.read_json(folder / "result.json")
+    for step, split in [("latest", "validation"), ("best", "test")]:
+        found, _ = workdir.evaluate_run(folder, step, split, stored(folder))
+        assert (found.pop("step"), found.pop("split")) == (12, split)
+        if split == "validation":
+            assert found == pytest.approx(done["validation"], rel=1e-5)
+        assert found["tokens"] > 20 and found["nll"] < 3
 
 
 def test_an_evaluation_on_other_data(trained, tmp_path):
@@ -41,7 +55,7 @@ def test_an_evaluation_on_other_data(trained, tmp_path):
 
     def evaluated(**options):
         data = spec.parse(type(run.data), options, base=run.data)
-        found = workdir.evaluate_run(
+        found, _ = workdir.evaluate_run(
             folder, "latest", "validation", dataclasses.replace(run, data=data)
         )
         return {name: value for name, value in found.items() if name != "split"}
@@ -57,6 +71,27 @@ def test_an_evaluation_on_other_data(trained, tmp_path):
     assert (folder / "data" / "meta.json").read_bytes() == before
     with pytest.raises(SpecError, match="data.tokenizer: 'chars' -> 'bytes'"):
         evaluated(tokenizer="bytes")
+
+
+def test_an_evaluation_of_other_pairs(translated, tmp_path):
+    """With the vocabularies of the run; a symbol it does not know is refused by its place."""
+    folder = shutil.copytree(translated, tmp_path / "w")
+    run = stored(folder)
+
+    def evaluated(source):
+        data = spec.parse(type(run.data), {"source": source}, base=run.data)
+        return workdir.evaluate_run(
+            folder, "latest", "validation", dataclasses.replace(run, data=data)
+        )
+
+    (tmp_path / "a.tsv").write_text("abcd\tdcba\nab\tba\n" * 10)
+    found, _ = evaluated(f"pairs(train={str(tmp_path / 'a.tsv')!r}, validation=0.5)")
+    assert found["tokens"] == 5 * (4 + 1) + 5 * (2 + 1)
+    (tmp_path / "b.tsv").write_text("abcd\tdcba\nax\tba\n")
+    with pytest.raises(SpecError, match="validation split, document 1: .* does not know 'x'"):
+        evaluated(f"pairs(train={str(tmp_path / 'b.tsv')!r}, validation=0.5)")
+    with pytest.raises(SpecError, match="objective=seq2seq: needs the source of each text"):
+        evaluated(f"text(path={str(tmp_path / 'a.tsv')!r}, documents='line')")
 
 
 @pytest.mark.parametrize("name", ["a b", "w/", "./w", "../x/w", "~/w", "link"])

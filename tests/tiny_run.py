@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 
-from transformer import spec
-from transformer.experiment import RunSpec, defaults, train
+from transformer import result, spec
+from transformer.checkpoint import Checkpoints, CheckpointSpec
+from transformer.data.tokens import Vocabulary
+from transformer.experiment import RunSpec, defaults, resolve, train
 from transformer.meter import Meter
 from transformer.stop import Stop
 
@@ -127,3 +130,15 @@ LABELS = PAIRS | {
     "data.seq_len": 15,
     "objective": "classify",
 }
+
+
+def untrained(workdir: Path, vocabulary: Vocabulary, **changed: Any) -> Path:
+    """What a run leaves that others use, with random parameters."""
+    run = resolve(run_spec(**changed), vocabulary)
+    workdir.mkdir()
+    result.write_json(workdir / "config.json", spec.as_dict(run))
+    vocabulary.save(workdir)
+    store = Checkpoints(workdir / "checkpoints", CheckpointSpec())
+    store.save(0, {"params": jax.tree.map(lambda a: 4 * a, common.params(run.model))}, {})
+    store.close()
+    return workdir

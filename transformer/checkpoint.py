@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from transformer.spec import Count, Spec, SpecError
+from transformer.spec import Count, Spec, SpecError, flat
 
 Which = int | str  # a step, "latest" or "best"
 
@@ -278,7 +278,7 @@ def _brief(error: Exception) -> str:
 def refuse_changed(old: dict, new: dict, ignore: Collection[str]) -> None:
     """SpecError that lists every option in which two configs differ, but for sections and options
     in `ignore`."""
-    was, now = dict(_flat(old)), dict(_flat(new))
+    was, now = ({p: _as_json(v) for p, v in flat(config)} for config in (old, new))
     differing = [
         f"{path}: {was.get(path)!r} -> {now.get(path)!r}"
         for path in {**was, **now}
@@ -292,12 +292,8 @@ def refuse_changed(old: dict, new: dict, ignore: Collection[str]) -> None:
         )
 
 
-def _flat(section: dict, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", list(value) if isinstance(value, tuple) else value
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _manifest(state: Any) -> dict[str, list]:

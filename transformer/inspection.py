@@ -23,19 +23,11 @@ def sheet(run: RunSpec, workdir: str | None = None) -> str:
             run = resolve(run, feed.prepare(run.data, place).vocabulary)
     boxed = jax.eval_shape(lambda: init_params(run.model, 0))
     parts = [
-        "\n".join(_options(spec.as_dict(run))),
+        "\n".join(f"config.{path} = {value!r}" for path, value in spec.flat(spec.as_dict(run))),
         "\n".join(_layers(run.model)),
         "\n".join(_parameters(boxed)),
     ]
     return "\n\n".join(filter(None, parts))
-
-
-def _options(section: dict[str, Any], path: str = "config") -> Iterator[str]:
-    for name, value in section.items():
-        if isinstance(value, dict):
-            yield from _options(value, f"{path}.{name}")
-        else:
-            yield f"{path}.{name} = {value!r}"
 
 
 def _layers(model: ModelSpec) -> Iterator[str]:

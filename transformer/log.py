@@ -36,6 +36,9 @@ class Writer:
         pass
 
 
+_SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy", "macro_f1", "bleu", "exact_match")
+
+
 class Console(Writer):
     """A progress line on stderr with loss, speed and time left; evaluations and samples stand above
     it. Where stderr is no terminal, plain lines every few seconds, without control characters."""
@@ -62,11 +65,7 @@ class Console(Writer):
 
     def write(self, step, split, metrics):
         if split != "train":
-            shown = [
-                f"{n} {metrics[n]:.4f}"
-                for n in ("loss", "perplexity", "bits_per_byte", "accuracy")
-                if n in metrics
-            ]
+            shown = [f"{n} {metrics[n]:.4f}" for n in _SHOWN if n in metrics]
             self._print(f"step {step}/{self._total} {split}: {', '.join(shown)}")
             return
         forms = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}

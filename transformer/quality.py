@@ -40,7 +40,7 @@ class Bleu:
 
     beams: Count = 4
     length_penalty: NonNegative = 0.6  # Wu et al. 2016, eq. 14
-    max_new_tokens: Count | None = None  # None: as many as a row of the data holds
+    max_new_tokens: Count | None = None  # None: as many as a row of the data has
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"  # of sacreBLEU
 
     @staticmethod
@@ -81,7 +81,7 @@ class Exact:
 
     beams: Natural = 0  # 0: greedy
     length_penalty: NonNegative = 0.0  # of beams; Wu et al. 2016, eq. 14
-    max_new_tokens: Count | None = None  # None: as many as a row of the data holds
+    max_new_tokens: Count | None = None  # None: as many as a row of the data has
 
     @staticmethod
     def rules(context: Any, beams: int = 0, length_penalty: float = 0.0, **_) -> Iterator[str]:
@@ -133,8 +133,11 @@ def refuse_lengths(run: Run, stream: Stream) -> None:
 
 
 def _limit(run: Run, given: int | None) -> int:
-    """The most tokens of an answer; a row of the data holds as many besides its end."""
-    return given or max(run.spec.data.seq_len - 1, 1)
+    """The most tokens of an answer, its end included."""
+    model, (targets, source) = run.spec.model, run.spec.data.longest
+    begin = 1 if all(model.depths) else source + 1
+    room = targets if model.max_len is None else model.max_len - begin
+    return given or max(1, min(targets, room))
 
 
 def _documents(source: Source, split: str, *fields: str) -> list[list[str]]:

@@ -248,6 +248,15 @@ def defaults(cls: type) -> dict[str, Any]:
     return _plain(cls(), str)
 
 
+def flat(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a config by their dotted paths."""
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
 def literal(text: Any) -> Any:
     """A command-line value as Python reads it (``1e3``, ``(1, 2)``, ``None``), else the text."""
     if not isinstance(text, str):

@@ -37,6 +37,22 @@ ONE = [
     ("data.seq_len", "256 tokens", "expected a whole number, got '256 tokens'"),
     ("data.batchsize", 3, "unknown option 'batchsize'; did you mean 'batch_size'?"),
     ("data.source.path", "text(path=3)", "expected text or values such as (1, 2), got 3"),
+    ("data.source_len", 0, "must be at least 1, got 0"),
+    ("data.packing", "bucket", "unknown name 'bucket'; did you mean 'buckets'?"),
+    ("data.packing.buckets", "buckets(buckets=0)", "must be at least 1, got 0"),
+    ("data.source.direction", "pairs(direction='ende')", "must be two languages such as 'en-de'"),
+    ("data.source.train", "labelled(train=3)", "expected text, got 3"),
+    ("data.source.weights", "mixture(weights=3)", "expected values such as (1, 2), got 3"),
+    ("data.source.length", "reverse(length=0)", "must be at least 1, got 0"),
+    ("data.source.p", "modular_addition(p=1)", "must be from 2 to 336, got 1"),
+    ("data.source_tokenizer", "byte", "unknown name 'byte'; did you mean 'bytes'?"),
+    ("model.pool", "means", "unknown name 'means'; did you mean 'mean'?"),
+    ("objective.mean_span", "span_corruption(mean_span=0.5)", "must be at least 1, got 0.5"),
+    ("objective.rate", "masked_lm(rate=2)", "must lie in [0, 1], got 2.0"),
+    ("eval.decode", "blue", "unknown name 'blue'; did you mean 'bleu'?"),
+    ("eval.decode.beams", "bleu(beams=0)", "must be at least 1, got 0"),
+    ("eval.decode.tokenize", "bleu(tokenize='14a')", "unknown name '14a'; did you mean '13a'?"),
+    ("train.init_from", 3, "expected text, got 3"),
     ("train.clip", -1, "must be above 0, got -1.0"),
     ("train.seed", -1, "must be at least 0, got -1"),
     ("optimizer", "adamm", "unknown name 'adamm'; did you mean 'adamw'?"),
@@ -46,6 +62,9 @@ ONE = [
     ("optimiser", "adamw", "unknown option 'optimiser'; did you mean 'optimizer'?"),
     ("model", "small", "expected a section with options, got 'small'"),
 ]
+
+PAIRS = {"objective": "seq2seq", "data.packing": "buckets", "model.family": "encoder_decoder"}
+LABELS = {"objective": "classify", "data.packing": "buckets", "model.family": "encoder"}
 
 # options, and what is said of them together
 TOGETHER = [
@@ -82,7 +101,83 @@ TOGETHER = [
     ),
     (
         {"model.max_len": 64, "data.seq_len": 65},
-        "config: data.seq_len=65: exceeds model.max_len=64",
+        "config: data.seq_len=65: 65 positions exceed model.max_len=64",
+    ),
+    (
+        PAIRS | {"model.family": "decoder", "model.max_len": 64, "data.seq_len": 40},
+        "config: data.seq_len=40: 80 positions exceed model.max_len=64",
+    ),
+    (
+        LABELS | {"model.max_len": 64, "data.seq_len": 64},
+        "config: data.seq_len=64: 65 positions exceed model.max_len=64",
+    ),
+    (
+        {"model.family": "encoder"},
+        "config: objective=causal_lm: trains model.family=decoder, not encoder",
+    ),
+    (
+        {"objective": "masked_lm"},
+        "config: objective=masked_lm: trains model.family=encoder, not decoder",
+    ),
+    (
+        PAIRS | {"model.family": "encoder"},
+        "config: objective=seq2seq: trains model.family=encoder_decoder or decoder, not encoder",
+    ),
+    (
+        PAIRS | {"data.packing": "windows"},
+        "config: objective=seq2seq: needs the source of each text, which data.packing=windows "
+        "does not keep; documents and buckets do",
+    ),
+    (
+        LABELS | {"data.packing": "windows"},
+        "config: objective=classify: needs the label of each text, which data.packing=windows "
+        "does not keep; documents and buckets do",
+    ),
+    (
+        {"model.family": "encoder", "objective": "masked_lm(mask=0.7, random=0.4)"},
+        "config: objective=masked_lm(mask=0.7, random=0.4): mask=0.7 and random=0.4: are shares, "
+        "and add up to more than 1",
+    ),
+    (
+        PAIRS | {"objective": "seq2seq(show_source=True)"},
+        "config: objective=seq2seq(show_source=True): show_source=True: an encoder sees all of "
+        "its source anyway",
+    ),
+    ({"model.classes": 3}, "config: model.classes=3: objective=causal_lm predicts tokens"),
+    ({"model.pool": "mean"}, "config: model.pool=mean: objective=causal_lm predicts tokens"),
+    (
+        {"model.source_vocab": 9},
+        "config.model: source_vocab=9: only family=encoder_decoder has a source",
+    ),
+    (
+        {"eval.decode": "bleu"},
+        "config: eval.decode=bleu: judges translations, which objective=causal_lm does not make",
+    ),
+    (
+        LABELS | {"eval.decode": "bleu"},
+        "config: eval.decode=bleu: judges translations, which objective=classify does not make",
+    ),
+    (
+        {"eval.decode": "exact"},
+        "config: eval.decode=exact: judges answers, which objective=causal_lm does not give",
+    ),
+    (
+        LABELS | {"eval.decode": "exact(beams=4)"},
+        "config: eval.decode=exact(beams=4): beams=4: is for answers that are written, and labels "
+        "are not",
+    ),
+    (
+        PAIRS | {"eval.decode": "exact(length_penalty=0.6)"},
+        "config.eval: decode=exact(length_penalty=0.6): length_penalty=0.6: is of beams, got "
+        "beams=0",
+    ),
+    (
+        LABELS | {"checkpoint.best": "perplexity"},
+        "config: checkpoint.best=perplexity: unknown metric 'perplexity' (known: loss, nll)",
+    ),
+    (
+        {"data.source": "recall(length=30)"},
+        "config.data: source=recall(length=30): length=30 needs as many keys, got symbols=26",
     ),
     (
         {"mesh.fsdp": 2},

@@ -3,11 +3,14 @@
 A new option fails here until its change is shown.
 """
 
+import ast
 import dataclasses
+import itertools
 import time
 import typing
 from typing import Annotated, Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +19,15 @@ import tiny_run
 
 from transformer import experiment, spec
 from transformer.data import feed, source, tokens
+from transformer.data.corpus import PAIR, Rows
+from transformer.data.probes import PROBES
+from transformer.data.store import Stream
 from transformer.experiment import RunSpec
-from transformer.layers.base import Tokens
 from transformer.log import WRITERS
 from transformer.mesh import Mesh, MeshSpec
-from transformer.objective import OBJECTIVES, Example
+from transformer.objective import OBJECTIVES
 from transformer.optim import OPTIMIZERS, SCHEDULES
+from transformer.quality import QUALITIES
 from transformer.spec import SpecError
 
 # ------------------------------------------------------------------------- options of choices
@@ -36,7 +42,9 @@ def other(option: spec.Option) -> Any:
         return next(v for v in typing.get_args(kind) if v != option.default)
     if isinstance(option.default, bool):
         return not option.default
-    return 2 if isinstance(option.default, int) else 0.25
+    if option.default is None or isinstance(option.default, int):
+        return 2
+    return 0.25 if option.default < 1 else 1.5
 
 
 def options(table):
@@ -87,12 +95,43 @@ def test_schedules(name, option):
 
 @pytest.mark.parametrize(("name", "option"), options(OBJECTIVES))
 def test_objectives(name, option):
-    plain, changed = pair(OBJECTIVES, name, option)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 5)), jnp.float32)
-    text = Tokens.of(jnp.arange(3, dtype=jnp.int32)[None])
-    example = Example(text, None, text.ids_BT, jnp.ones((1, 3)))
-    a, b = (c().sums(logits, example, jnp.ones(5, jnp.int32))["loss"][0] for c in (plain, changed))
-    assert abs(float(a - b)) > 1e-3
+    """What the model is shown, or what is made of its logits."""
+    needed = {"rate": 0.5} if option == "mean_span" else {}
+    plain, changed = pair(OBJECTIVES, name, option, **needed)
+    (text, *shown), (other_text, *others) = (outcome(c) for c in (plain, changed))
+    assert text != other_text or np.abs(np.subtract(shown, others)).max() > 1e-3
+
+
+def outcome(choice) -> tuple[bytes, float]:
+    """The example made of a batch, and its loss for some logits."""
+    model = common.learner(choice.name, choice.factory.families[-1])
+    # Each text is one word, so that a word is more than a token.
+    lexicon = common.lexicon(inside_2V=np.ones((2, common.VOCAB)))
+    example = choice().example(common.everything(), model, jax.random.key(0), lexicon)
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(*example.targets_BT.shape, model.classes or common.VOCAB + 9))
+    loss, _ = choice().sums(jnp.asarray(logits, jnp.float32), example, lexicon)["loss"]
+    return b"".join(np.asarray(a).tobytes() for a in jax.tree.leaves(example)), float(loss)
+
+
+@pytest.mark.parametrize(("name", "option"), options(QUALITIES))
+def test_qualities(monkeypatch, name, option):
+    """How the texts are asked for, or what they are found to be worth."""
+    needed = {"beams": 2} if option == "length_penalty" else {}
+    plain, changed = pair(QUALITIES, name, option, **needed)
+    if option in needed:
+        plain = spec.pick(QUALITIES, name)
+    asked: list[dict[str, Any]] = []
+
+    def generate(self, prompts, **how):
+        asked.append(how)
+        return ["„So“ it is, or what?"] * len(prompts)
+
+    monkeypatch.setattr(experiment.Run, "generate", generate)
+    run = experiment.Run(tiny_run.run_spec(**tiny_run.PAIRS), None, tokens.Vocabulary(None))
+    texts = Rows({"test": lambda: iter([("a", "So it is, or what?")])}, lambda: 0, PAIR)
+    found = [c()(run, texts, "test", lambda: False).metrics for c in (plain, changed)]
+    assert (asked[0], found[0]) != (asked[1], found[1])
 
 
 @pytest.mark.parametrize(
@@ -126,16 +165,108 @@ def test_sources_and_tokenizers(tmp_path, table, name, option, value):
     assert found[0] != found[1]
 
 
-def test_every_source_and_tokenizer_option_is_known():
-    """The options of tfds need a prepared dataset: tests/data/test_source.py."""
-    of_tfds = set(spec.options(source.SOURCES["tfds"]))
-    assert of_tfds >= {"name", "split", "validation", "text_key", "data_dir"}
-    rest = {f"{n}.{o}" for n, o in options(source.SOURCES | tokens.TOKENIZERS) if n != "tfds"}
-    assert rest >= {
-        *("text.path", "text.validation", "text.documents"),
-        *("bpe.vocab_size", "bpe.min_frequency"),
+FILES = {
+    "a.tsv": "sun\tSonne\nmoon\tMond\n" * 10,
+    "b.tsv": "star\tStern\nsky\tHimmel\n" * 10,
+    "a.en": "sun\n" * 20,
+    "a.de": "Sonne\n" * 20,
+    "a.txt": "x;a\ttext; of some\nx;b\tothers; of more\n" * 10,
+    "b.txt": "x;a\ttext; of others\nx;b\tsome; of none\n" * 10,
+}
+OF_SOURCES = [
+    ("bible", "", "reverse", "True"),
+    ("wordnet", "", "lemma", "True"),
+    ("pairs", "train='{}/a.tsv'", "train", "'{}/b.tsv'"),
+    ("pairs", "train='{}/a.tsv'", "validation", "0.5"),
+    ("pairs", "train='{}/a.tsv'", "test", "'{}/b.tsv'"),
+    ("pairs", "train=('{0}/a.en', '{0}/a.de')", "direction", "'eng-deu'"),
+    ("labelled", "train='{}/a.txt'", "train", "'{}/b.txt'"),
+    ("labelled", "train='{}/a.txt'", "validation", "0.5"),
+    ("labelled", "train='{}/a.txt'", "test", "'{}/b.txt'"),
+    ("labelled", "train='{}/a.txt'", "separator", "';'"),
+    ("mixture", "sources=('copy', 'sort'), weights=(1, 2)", "sources", "('copy', 'reverse')"),
+    ("mixture", "sources=('copy', 'sort'), weights=(1, 2)", "weights", "(1, 3)"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "option", "value"), OF_SOURCES)
+def test_sources(tmp_path, name, given, option, value):
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    plain, value = read(given.format(tmp_path)), ast.literal_eval(value.format(tmp_path))
+    assert contents(spec._call(name, plain)) != contents(spec._call(name, plain | {option: value}))
+
+
+def read(given: str) -> dict[str, Any]:
+    """Options as they stand between the brackets of a choice."""
+    call: Any = ast.parse(f"f({given})", mode="eval").body
+    return {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+
+
+def contents(text: str) -> Any:
+    """What a source is asked for, of the documents the first hundred."""
+    made = spec.pick(source.SOURCES, text)()
+    texts = {
+        (split, field): list(itertools.islice(made.documents(split, field), 100))
+        for split in made.splits
+        for field in made.fields
     }
-    assert not options(feed.PACKINGS), "no packing has options yet"
+    return texts, made.languages, made.weights
+
+
+@pytest.mark.parametrize(("name", "option"), options(PROBES))
+def test_probes(name, option):
+    small = {"length": 12, "test_length": 14, "size": 60, "held_out": 10, "depth": 2, "p": 11}
+    known = spec.options(PROBES[name])
+    plain = {n: v for n, v in small.items() if n in known}
+    value = plain.get(option, known[option].default)
+    changed = not value if isinstance(value, bool) else value + (1 if value >= 1 else 0.2)
+    changed = 1 if option == "seed" else changed
+    a, b = (contents(spec._call(name, o)) for o in (plain, plain | {option: changed}))
+    assert a != b
+
+
+def test_saved_tokenizers(tmp_path):
+    """Those of a directory, or one of its files."""
+    one, other = tokens.CharTokenizer("abc"), tokens.CharTokenizer("xyz")
+    tokens.Vocabulary(one, other).save(tmp_path)
+    for path, expected in [(tmp_path, one), (tmp_path / "source_tokenizer.json", other)]:
+        read = spec.pick(tokens.TOKENIZERS, f"saved(path={str(path)!r})")
+        assert read(lambda: iter([])).fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("option", "shapes", "rows"),
+    [("", 4, 8), ("buckets=2", 2, 8), ("multiple=4", 4, 4)],
+)
+def test_packings(option, shapes, rows):
+    """Documents of two to five tokens, in batches of about twenty."""
+    lengths = np.array([2, 3, 4, 5] * 5)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    stream = Stream(np.ones(starts[-1], np.uint16), starts)
+    data = spec.parse(
+        feed.DataSpec, {"packing": f"buckets({option})", "seq_len": 5, "batch_size": 4}
+    )
+    packing = data.pack(stream)
+    assert len(packing.shapes) == shapes
+    sizes = data.batch_rows(packing, data.batch_size, packing.multiple)
+    assert min(sizes) == rows and all(size % rows == 0 for size in sizes)
+
+
+def test_every_option_of_the_data_is_known():
+    """The options of tfds need a prepared dataset: tests/data/test_prepared.py."""
+    of_tfds = {"name", "split", "validation", "data_dir", "text_key", "source_key", "label_key"}
+    assert set(spec.options(source.SOURCES["tfds"])) == of_tfds
+    elsewhere = {"tfds", *PROBES}
+    rest = {
+        f"{n}.{o}" for n, o in options(source.SOURCES | tokens.TOKENIZERS) if n not in elsewhere
+    }
+    assert rest == {f"{name}.{option}" for name, _, option, _ in OF_SOURCES} | {
+        *("text.path", "text.validation", "text.documents"),
+        *("bpe.vocab_size", "bpe.min_frequency", "saved.path"),
+    }
+    packings = {f"{name}.{option}" for name, option in options(feed.PACKINGS)}
+    assert packings == {"buckets.buckets", "buckets.multiple"}
 
 
 # ------------------------------------------------------------------------ options of sections
@@ -179,26 +310,35 @@ CHANGES: dict[str, dict[str, Any]] = {
     "log.every": {"log__every": 3},
     "log.writers": {"log__writers": ("jsonl",)},
 }
+# Of these the base is a run of pairs.
+PAIRED = BASE | {"eval__prompt": "ab"} | tiny_run.PAIRS | {"data__packing": "documents"}
+CHANGES_OF_PAIRS: dict[str, dict[str, Any]] = {
+    "data.source_tokenizer": {"data__source_tokenizer": "chars"},
+    "data.source_len": {"data__source_len": 5},
+    "eval.decode": {"eval__decode": "exact"},
+}
 ELSEWHERE = {
+    "train.init_from",  # tests/test_transfer.py
     "data.prefetch",
     "checkpoint.best",
     *(f"mesh.{f.name}" for f in dataclasses.fields(MeshSpec)),
 }
 
 
-def trace(workdir, monkeypatch, changed) -> Any:
+def trace(workdir, monkeypatch, changed, base=BASE) -> Any:
     """What a run does, as far as it can be seen from outside: the sizes of its batches, what it
     writes, which checkpoints it keeps, its parameters; or how it is refused."""
     sizes = []
 
     def put_rows(self, batch, original=Mesh.put_rows):
         sizes.append(batch["tokens"].shape)
+        sizes.extend(a.shape for name, a in batch.items() if name == "source_tokens")
         return original(self, batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Mesh, "put_rows", put_rows)
         try:
-            done = tiny_run.run(workdir, **BASE | changed)
+            done = tiny_run.run(workdir, **base | changed)
         except SpecError as e:
             return str(e)
     files = sorted(p.relative_to(workdir).parts[0] for p in workdir.iterdir())
@@ -225,12 +365,34 @@ def test_sections(tmp_path, monkeypatch, base, path):
         assert (24, 17) in found[0] and (found[1:4], sha) == (base[1:4], base[-1])
 
 
+@pytest.fixture(scope="module")
+def base_of_pairs(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return trace(tmp_path_factory.mktemp("base"), patch, {}, PAIRED)
+
+
+@pytest.mark.parametrize("path", CHANGES_OF_PAIRS)
+def test_sections_of_pairs(tmp_path, monkeypatch, base_of_pairs, path):
+    found = trace(tmp_path, monkeypatch, CHANGES_OF_PAIRS[path], PAIRED)
+    assert found != base_of_pairs and not isinstance(found, str), found
+    files = {p.name for p in tmp_path.iterdir()}
+    assert ("source_tokenizer.json" in files) == (path == "data.source_tokenizer")
+    assert ((16, 5) in found[0]) == (path == "data.source_len")
+    assert ("exact_match" in found[4][-1]) == (path == "eval.decode")
+
+
+def test_what_only_pairs_have_is_refused_elsewhere(tmp_path):
+    """`source_len` is a length of what is not there; no other option is without effect."""
+    with pytest.raises(SpecError, match="source_tokenizer=chars: the data has one side only"):
+        tiny_run.run(tmp_path, data__source_tokenizer="chars")
+
+
 def test_every_option_of_the_sections_is_known():
     found = set()
     for section, content in spec.defaults(RunSpec).items():
         names = [f"{section}.{n}" for n in content] if isinstance(content, dict) else [section]
         found |= set(names if section != "model" else [])
-    assert found == set(CHANGES) | ELSEWHERE
+    assert found == set(CHANGES) | set(CHANGES_OF_PAIRS) | ELSEWHERE
 
 
 def test_prefetch(monkeypatch, trained):
