@@ -1,5 +1,5 @@
 """Evaluates a run: python eval.py --workdir=DIR [--step=N|latest|best] [--split=NAME]
-[--config.data.…]
+[--average=1] [--output=FILE] [--config.data.…]
 
 Goes once through the whole split, each target counted once, and prints one JSON object last: loss
 and nll in nats per target, perplexity = exp(nll), accuracy, bits_per_byte, tokens (targets). With
@@ -20,6 +20,7 @@ from transformer.workdir import evaluate_run, stored
 
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to evaluate", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
+AVERAGE = flags.DEFINE_integer("average", 1, "checkpoints up to the step to average", 1)
 SPLIT = flags.DEFINE_string("split", "validation", "a split of the data")
 OUTPUT = flags.DEFINE_string("output", None, "a JSON-lines file for what the model writes")
 
@@ -34,13 +35,14 @@ CONFIG = cli.define_config(RunSpec, base=_base)
 
 
 def main() -> None:
+    given = WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec, AVERAGE.value
     if OUTPUT.value is None:
-        metrics, _ = evaluate_run(WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec)
+        metrics, _ = evaluate_run(*given)
     else:
         if CONFIG.spec.eval.decode is None:
             raise SpecError("--output: the run writes nothing; set --config.eval.decode")
         with cli.open_output(OUTPUT.value) as f:
-            metrics, texts = evaluate_run(WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec)
+            metrics, texts = evaluate_run(*given)
             f.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in texts)
     print(json.dumps(metrics))
 

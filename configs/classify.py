@@ -39,7 +39,7 @@ def get_config(init_from: str = ""):
     c.objective = "classify"
     c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
     c.schedule = "linear(peak=5e-4, warmup=100)"
-    c.train.steps = 600
+    c.train.steps = 400
 
     c.eval.every = 200
     c.checkpoint.every = 200

@@ -30,7 +30,7 @@ def get_config():
     c.objective = "masked_lm(rate=0.15)"
     c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
     c.schedule = "linear(peak=2e-3, warmup=200)"
-    c.train.steps = 3000
+    c.train.steps = 2000
 
     c.eval.every = 1000
     c.checkpoint.every = 1000

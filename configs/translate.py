@@ -4,8 +4,8 @@ then the inverse square root.
 
     python train.py --config=configs/translate.py --workdir=runs/bible                # en-es
     python train.py --config=configs/translate.py:multi30k/en-de --workdir=runs/m30k  # your files
-    python eval.py --workdir=runs/m30k --split=test
-    python scripts/generate.py --workdir=runs/m30k --prompt='A dog runs.' --beams=4
+    python eval.py --workdir=runs/m30k --split=test --average=5
+    python scripts/generate.py --workdir=runs/m30k --prompt='A dog runs.' --average=5
 
 Without an argument, verses of the Bible that come with the package. The argument
 DIR/SOURCE-TARGET names line-aligned files: DIR/train.SOURCE and DIR/train.TARGET, and so on for
@@ -51,12 +51,13 @@ def get_config(data: str = ""):
     c.optimizer = "adamw(b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.0)"
     c.schedule = "inverse_sqrt(warmup=1000)"
     c.train.steps = None
-    c.train.epochs = 27
+    c.train.epochs = 36
     c.train.clip = None
 
     c.eval.every = 1000
     c.eval.decode = "bleu(beams=4, length_penalty=0.6)"
-    c.checkpoint.every = 1000
+    c.checkpoint.every = 250
+    c.checkpoint.keep = 5  # to be averaged
     c.checkpoint.best = "nll"
     return c
 

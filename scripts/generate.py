@@ -25,6 +25,7 @@ from transformer.spec import SpecError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to use", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
+AVERAGE = flags.DEFINE_integer("average", 1, "checkpoints up to the step to average", 1)
 PROMPT = flags.DEFINE_string("prompt", None, "the text to continue, or the source; may be empty")
 INPUT = flags.DEFINE_string("input", None, "a file with one prompt a line")
 OUTPUT = flags.DEFINE_string("output", None, "a JSON-lines file to write")
@@ -33,7 +34,13 @@ TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: the most probable token
 TOP_K = flags.DEFINE_integer("top_k", 0, "draw from the k most probable tokens; 0: all")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "draw from the smallest set with this probability")
 SEED = flags.DEFINE_integer("seed", 0, "of the draws", 0, 2**31 - 1)
-BEAMS = flags.DEFINE_integer("beams", 0, "search with so many beams; 0: draw")
+BEAMS = flags.DEFINE_integer(
+    "beams",
+    None,
+    "search with so many beams; 0: draw. If not given, 4 where a model of pairs answers and no "
+    "temperature is given, else 0",
+    lower_bound=0,
+)
 PENALTY = flags.DEFINE_float("length_penalty", 0.6, "0: shorter texts are preferred")
 N_BEST = flags.DEFINE_integer("n_best", None, "how many of the beams to tell, best first")
 BATCH = flags.DEFINE_integer("batch_size", 64, "prompts at a time; changes no text", lower_bound=1)
@@ -42,18 +49,22 @@ BATCH = flags.DEFINE_integer("batch_size", 64, "prompts at a time; changes no te
 def main() -> None:
     prompts = _prompts()
     if OUTPUT.value is None:
-        run = transformer.load(WORKDIR.value, STEP.value)
+        run = transformer.load(WORKDIR.value, STEP.value, AVERAGE.value)
         answers = run.objective.needs is not None
         shown = [_shown(answers, p, found) for p, found in _pairs(run, prompts)]
         print(("\n" if answers else "\n\n").join(shown))
         return
     with cli.open_output(OUTPUT.value) as f:
-        run = transformer.load(WORKDIR.value, STEP.value)
+        run = transformer.load(WORKDIR.value, STEP.value, AVERAGE.value)
         f.writelines(_record(p, found) for p, found in _pairs(run, prompts))
     print(f"{len(prompts)} texts in {OUTPUT.value}", file=sys.stderr)
 
 
 def _pairs(run: Any, prompts: list[str]) -> list[tuple[str, Any]]:
+    beams = BEAMS.value
+    if beams is None:
+        drawn = flags.FLAGS["temperature"].present or not run.objective.needs
+        beams = 0 if drawn else 4
     found = run.generate(
         prompts,
         max_new_tokens=LENGTH.value,
@@ -61,7 +72,7 @@ def _pairs(run: Any, prompts: list[str]) -> list[tuple[str, Any]]:
         top_k=TOP_K.value,
         top_p=TOP_P.value,
         seed=SEED.value,
-        beams=BEAMS.value,
+        beams=beams,
         length_penalty=PENALTY.value,
         n_best=N_BEST.value,
         batch_size=BATCH.value,

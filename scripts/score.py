@@ -22,6 +22,7 @@ from transformer.spec import SpecError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to use", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
+AVERAGE = flags.DEFINE_integer("average", 1, "checkpoints up to the step to average", 1)
 INPUT = flags.DEFINE_string("input", None, "a file with one text a line", required=True)
 OUTPUT = flags.DEFINE_string("output", None, "the JSON-lines file to write", required=True)
 BATCH = flags.DEFINE_integer("batch_size", 32, "lines at a time; changes no score", lower_bound=1)
@@ -30,7 +31,7 @@ BATCH = flags.DEFINE_integer("batch_size", 32, "lines at a time; changes no scor
 def main() -> None:
     lines = cli.read_lines(INPUT.value)
     with cli.open_output(OUTPUT.value) as f:
-        run = transformer.load(WORKDIR.value, STEP.value)
+        run = transformer.load(WORKDIR.value, STEP.value, AVERAGE.value)
         texts = _pairs(lines) if run.objective.needs == "source" else lines
         scores = list(run.score(texts, BATCH.value))
         f.writelines(json.dumps(score) + "\n" for score in scores)

@@ -106,17 +106,6 @@ def test_enough_beams_find_the_best_of_all(family, length_penalty):
     assert len(lengths) > 1
 
 
-def test_few_beams_lose_what_starts_badly():
-    """3 leads nowhere in particular; 4 is less probable, and leads to the end for sure."""
-    p = np.full((V, V), 1e-9)
-    p[1, [3, 4]] = 0.6, 0.4
-    p[3, 5:15] = 0.1
-    p[4, END] = p[5:15, END] = 1
-    one, two = (found(BIGRAM, bigram(np.log(p)), [[1]], 4, Beams(n, 0.0))[0][0] for n in (1, 2))
-    assert one.tokens[0] == 3 and two.tokens == [4, END]
-    np.testing.assert_allclose([one.logprob, two.logprob], np.log([0.06, 0.4]), atol=1e-5)
-
-
 # ------------------------------------------------------------------------------- tables of logits
 
 
@@ -129,6 +118,34 @@ def tables(n):
 
 
 EVERY = [[token] for token in range(3, V)]
+
+
+def by_definition(table, prompt, limit, beams, length_penalty):
+    """Beam search over a table, in lists and to the limit: [(ids, logprob, score)], best first."""
+    logprobs, live, done = log_softmax(table), [([], 0.0)], []
+    for _ in range(limit):
+        grown = [
+            ([*ids, token], logprob + logprobs[[*prompt, *ids][-1], token])
+            for ids, logprob in live
+            for token in range(V)
+        ]
+        grown.sort(key=lambda h: -h[1])
+        done += [h for h in grown[:beams] if h[0][-1] == END]
+        live = [h for h in grown if h[0][-1] != END][:beams]
+    scored = [(*h, h[1] / ((5 + len(h[0])) / 6) ** length_penalty) for h in done + live]
+    return sorted(scored, key=lambda h: -h[2])
+
+
+@pytest.mark.parametrize(("beams", "length_penalty"), [(2, 0.6), (3, 1.0)])
+def test_few_beams_find_what_the_definition_finds(beams, length_penalty):
+    """An end takes no other beam's place, and where the search stops makes no difference."""
+    for table in tables(4):
+        got = found(BIGRAM, bigram(table), EVERY, 7, Beams(beams, length_penalty, 2))
+        for prompt, hypotheses in zip(EVERY, got, strict=True):
+            expected = by_definition(table, prompt, 7, beams, length_penalty)[:2]
+            assert [h.tokens for h in hypotheses] == [ids for ids, _, _ in expected]
+            numbers = [(h.logprob, h.score) for h in hypotheses]
+            np.testing.assert_allclose(numbers, [h[1:] for h in expected], atol=1e-4)
 
 
 def test_one_beam_is_greedy():

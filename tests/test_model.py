@@ -75,6 +75,59 @@ def test_the_gradient_of_a_tied_embedding_is_that_of_both_its_uses():
     common.assert_trees_close(expected, both["embed"]["embedding"], 1e-5)
 
 
+# --------------------------------------------------------------------------- classes and sources
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_classifier_is_a_matrix_and_a_bias_in_place_of_the_head(family):
+    tied, classes = common.spec(family=family), common.spec(family=family, classes=5)
+    assert count(classes) - count(tied) == 16 * 5 + 5
+    assert count(common.spec(family=family, classes=5, tie=False)) == count(classes)
+    biased = common.spec(family=family, classes=5, bias=False)
+    assert abstract_params(biased)["classifier"]["bias"].shape == (5,), "whatever the others have"
+
+
+def test_logits_of_texts_from_a_model_without_layers():
+    """The mean of the rows of the tokens, times the matrix, plus the bias."""
+    model = common.spec(family="encoder", classes=3, placement="none", position="none")
+    params = without_blocks(common.params(model))
+    table, text = np.asarray(params["embed"]["embedding"], np.float64), common.text()
+    text = type(text).of(text.ids_BT, jnp.asarray([[1] * 8, [1] * 3 + [0] * 5]))
+    means = np.stack([table[text.ids_BT[0]].mean(0), table[text.ids_BT[1, :3]].mean(0)])
+    head = {name: np.asarray(a, np.float64) for name, a in params["classifier"].items()}
+    expected = means @ head["kernel"] + head["bias"]
+    np.testing.assert_allclose(common.logits(model, params, text), expected, atol=1e-5)
+
+
+def test_the_vector_of_a_text_is_dropped_too():
+    """The only dropout there is here: of sixteen values about half are left, and doubled."""
+    model = common.spec(
+        family="encoder", classes=16, placement="none", position="none", dropout=0.5, depth=1
+    )
+    params = jax.tree.map(jnp.zeros_like, common.params(model))
+    params["embed"]["embedding"] += 1.0
+    params["classifier"]["kernel"] += jnp.eye(16)
+    rows = common.text(400, 1)
+    got = np.asarray(common.logits(model, params, rows, None, None, jax.random.key(0)))
+    # Embedding and vector: each halves, each doubles.
+    assert set(np.unique(got)) == {0.0, 4.0}
+    assert (got > 0).mean() == pytest.approx(0.25, abs=4 * (0.1875 / got.size) ** 0.5)
+
+
+def test_a_source_has_its_own_table_only_if_its_vocabulary_is_another():
+    shared, apart = (
+        common.spec(family="encoder_decoder", source_vocab=v) for v in (None, common.VOCAB)
+    )
+    params, text, source = common.params(shared), common.text(), common.source_for(shared)
+    assert "source_embed" not in params
+    assert count(apart) - count(shared) == common.VOCAB * 16
+    copied = params | {"source_embed": params["embed"]}
+    a = common.logits(shared, params, text, source)
+    np.testing.assert_allclose(a, common.logits(apart, copied, text, source), atol=1e-6)
+    other = params | {"source_embed": {"embedding": params["embed"]["embedding"] + 1.0}}
+    assert jnp.abs(a - common.logits(apart, other, text, source)).max() > 1e-3
+
+
 # --------------------------------------------------------------------------------- initialisation
 
 
@@ -186,6 +239,11 @@ def test_choices_vary_by_layer():
                 "encoder_heads=2: only family=encoder_decoder has it",
                 "encoder_mask=full: only family=encoder_decoder has it",
             ],
+        ),
+        ({"source_vocab": 9}, ["source_vocab=9: only family=encoder_decoder has a source"]),
+        (
+            {"classes": 3, "pool": "first"},
+            ["pool=first: a decoder with mask=causal knows nothing there but the first token"],
         ),
         ({"mask": "full"}, ["mask=full: lets a decoder see the tokens it is to predict"]),
         (

@@ -22,9 +22,18 @@ def lexicon(size):
     return common.lexicon(np.ones(size))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def made(objective, model, batch, keys, lexicon):
+    """The examples of one batch for each of the keys."""
+    return jax.vmap(lambda key: objective().example(batch, model, key, lexicon))(keys)
+
+
 def example(batch, objective="causal_lm", key: Any = KEY, lexicon=common.LEXICON, **options):
-    model = common.learner(objective, **options)
-    return common.pick(OBJECTIVES, objective)().example(batch, model, key, lexicon)
+    """The example of a batch; with a key of None, for scoring."""
+    chosen, model = common.pick(OBJECTIVES, objective), common.learner(objective, **options)
+    if key is None:
+        return chosen().example(batch, model, None, lexicon)
+    return jax.tree.map(lambda a: a[0], made(chosen, model, batch, key[None], lexicon))
 
 
 def sums(logits, targets, weights=None, objective="causal_lm", lexicon=common.LEXICON):
@@ -173,12 +182,12 @@ def cut_texts(family, draws=3000):
     """Inputs and targets of PACKED for many keys, and how long the prefix of each segment is."""
     given = common.batch([PACKED], [SEGMENTS])
     model = common.learner("prefix_lm", family)
-    made = jax.vmap(
-        lambda k: common.pick(OBJECTIVES, "prefix_lm")().example(given, model, k, common.LEXICON)
-    )(jax.random.split(KEY, draws))
-    made = jax.tree.map(lambda a: np.asarray(a)[:, 0], made)
-    seen = made.text.shown_BT if made.source is None else made.source.segments_BT > 0
-    return made, [seen[:, np.array(SEGMENTS[:-1]) == s].sum(1) for s in (1, 2, 3)]
+    objective, keys = common.pick(OBJECTIVES, "prefix_lm"), jax.random.split(KEY, draws)
+    cut = jax.tree.map(
+        lambda a: np.asarray(a)[:, 0], made(objective, model, given, keys, common.LEXICON)
+    )
+    seen = cut.text.shown_BT if cut.source is None else cut.source.segments_BT > 0
+    return cut, [seen[:, np.array(SEGMENTS[:-1]) == s].sum(1) for s in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
@@ -196,22 +205,22 @@ def test_every_length_of_a_prefix_is_as_likely(family):
 
 
 def test_a_decoder_is_shown_the_prefix_and_asked_for_the_rest():
-    made, cuts = cut_texts("decoder")
+    found, cuts = cut_texts("decoder")
     place = np.array([*range(6), *range(3), 0, 0, 0])
     for i in range(200):
         cut = np.array([0, *(c[i] for c in cuts)])[SEGMENTS]
-        np.testing.assert_array_equal(made.text.ids_BT[i], PACKED[:-1])
-        np.testing.assert_array_equal(made.text.segments_BT[i], SEGMENTS[:-1])
-        np.testing.assert_array_equal(made.text.positions_BT[i], place[:-1])
-        np.testing.assert_array_equal(made.text.shown_BT[i], (place < cut)[:-1])
-        np.testing.assert_array_equal(made.targets_BT[i], PACKED[1:])
+        np.testing.assert_array_equal(found.text.ids_BT[i], PACKED[:-1])
+        np.testing.assert_array_equal(found.text.segments_BT[i], SEGMENTS[:-1])
+        np.testing.assert_array_equal(found.text.positions_BT[i], place[:-1])
+        np.testing.assert_array_equal(found.text.shown_BT[i], (place < cut)[:-1])
+        np.testing.assert_array_equal(found.targets_BT[i], PACKED[1:])
         # Not the first tokens of documents, nor padding: columns 6, 9, 10 and 11.
         inside = np.isin(np.arange(12), [1, 2, 3, 4, 5, 7, 8])
-        np.testing.assert_array_equal(made.weights_BT[i], (inside & (place >= cut))[1:])
+        np.testing.assert_array_equal(found.weights_BT[i], (inside & (place >= cut))[1:])
 
 
 def test_an_encoder_reads_the_prefix_and_the_decoder_writes_the_rest():
-    made, cuts = cut_texts("encoder_decoder")
+    found, cuts = cut_texts("encoder_decoder")
     for i in range(200):
         for segment, cut in zip((1, 2, 3), (c[i] for c in cuts), strict=True):
             document = [t for t, s in zip(PACKED, SEGMENTS, strict=True) if s == segment]
@@ -220,16 +229,16 @@ def test_an_encoder_reads_the_prefix_and_the_decoder_writes_the_rest():
                 own = tokens.segments_BT[i] == segment
                 return tokens.ids_BT[i][own].tolist(), tokens.positions_BT[i][own].tolist()
 
-            assert of(made.source) == (document[:cut], [*range(cut)])
-            ids, positions = of(made.text)
+            assert of(found.source) == (document[:cut], [*range(cut)])
+            ids, positions = of(found.text)
             rest = [1, *document[cut:]]
             # The last token is read by nobody; it may be there where another document follows.
             assert ids[: len(rest) - 1] == rest[:-1] and ids in (rest, rest[:-1])
             assert positions == [*range(len(ids))]
-            counted = (made.weights_BT[i] == 1) & (np.array(SEGMENTS[1:]) == segment)
-            assert made.targets_BT[i][counted].tolist() == document[cut:]
-            np.testing.assert_array_equal(made.text.segments_BT[i][counted], segment)
-        assert made.weights_BT[i].sum() == 6 + 3 + 1 - sum(c[i] for c in cuts)
+            counted = (found.weights_BT[i] == 1) & (np.array(SEGMENTS[1:]) == segment)
+            assert found.targets_BT[i][counted].tolist() == document[cut:]
+            np.testing.assert_array_equal(found.text.segments_BT[i][counted], segment)
+        assert found.weights_BT[i].sum() == 6 + 3 + 1 - sum(c[i] for c in cuts)
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
@@ -312,14 +321,16 @@ def test_a_row_is_drawn_for_by_its_number_alone(objective):
     rows = np.random.default_rng(0).integers(4, common.VOCAB, (6, 33)).tolist()
     numbers = jnp.asarray([7, 0, 2**31 - 1, 40, 41, -1], jnp.int32)
     whole = common.batch(rows) | {"rows": numbers}
-    made = example(whole, objective, seq_len=32)
+    first = example(whole, objective, seq_len=32)
     for order in ([3], [5, 3, 2, 0, 4, 1], [1, 1, 3]):
         part = example({k: a[np.array(order)] for k, a in whole.items()}, objective, seq_len=32)
-        for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(part), strict=True):
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(part), strict=True):
             np.testing.assert_array_equal(a[np.array(order)], b)
     other = example(whole | {"rows": numbers + 1}, objective, seq_len=32)
     again = [
-        all((a[i] == b[i]).all() for a, b in zip(*map(jax.tree.leaves, (made, other)), strict=True))
+        all(
+            (a[i] == b[i]).all() for a, b in zip(*map(jax.tree.leaves, (first, other)), strict=True)
+        )
         for i in range(6)
     ]
     assert sum(again) <= 1, "a row of 32 tokens is hardly ever cut in the same way twice"
@@ -336,11 +347,9 @@ def test_words_are_hidden_as_wholes():
     given = common.batch([[*WORDY, 10, 11, 12, 0, 0]], [[1] * 9 + [2] + [3] * 2 + [0] * 2])
     inside = np.array([[t in BEGINS for t in range(20)], [t in ENDS for t in range(20)]])
     known, model = common.lexicon(np.ones(20), inside), common.learner("masked_lm")
-    objective = common.pick(OBJECTIVES, "masked_lm(rate=0.3, whole_words=True)")()
-    hidden = jax.vmap(lambda k: objective.example(given, model, k, known).weights_BT[0])(
-        jax.random.split(KEY, 4000)
-    )
-    hidden = np.asarray(hidden) == 1
+    objective = common.pick(OBJECTIVES, "masked_lm(rate=0.3, whole_words=True)")
+    shown = made(objective, model, given, jax.random.split(KEY, 4000), known)
+    hidden = np.asarray(shown.weights_BT[:, 0]) == 1
     rest = set(range(13)) - {column for word in WORDS for column in word}
     assert rest == {0, 8, 12} and not hidden[:, [*rest]].any()
     of_word = np.stack([hidden[:, word[0]] for word in WORDS], 1)
@@ -383,7 +392,9 @@ def corrupted(rows, segments=None, objective="span_corruption", size=common.VOCA
     ends = np.asarray(shown.weights_BT.sum(1), int) + 1
     real = np.asarray(shown.source.segments_BT)
     assert (np.diff(real, axis=1) <= 0).all(), "the source stands on the left"
-    np.testing.assert_array_equal(shown.weights_BT, np.arange(texts.shape[1] - 1) < ends[:, None] - 1)
+    np.testing.assert_array_equal(
+        shown.weights_BT, np.arange(texts.shape[1] - 1) < ends[:, None] - 1
+    )
     return [
         (np.asarray(ids)[kept > 0].tolist(), np.asarray(text)[:n].tolist())
         for ids, kept, text, n in zip(shown.source.ids_BT, real, texts, ends, strict=True)
@@ -414,8 +425,8 @@ def test_the_shape_of_t5():
 
 def test_spans_have_the_length_that_was_asked_for():
     rows = np.random.default_rng(0).integers(4, common.VOCAB, (40, 200)).tolist()
-    made = corrupted([[*r, 2] for r in rows], None, "span_corruption(rate=0.3, mean_span=5.0)")
-    lengths = [len(span) for source, text in made for span in joined(source, text, 23)[1]]
+    texts = corrupted([[*r, 2] for r in rows], None, "span_corruption(rate=0.3, mean_span=5.0)")
+    lengths = [len(span) for source, text in texts for span in joined(source, text, 23)[1]]
     assert np.mean(lengths) == 5.0 and len(lengths) == 40 * 12  # 60 of 200 tokens
     assert 1 in lengths and max(lengths) > 10, "they vary"
 
@@ -428,14 +439,14 @@ def test_special_tokens_stay_and_end_a_span():
         row = [1, *rng.integers(4, 23, 5), 2, 1, *rng.integers(4, 23, 9), 2, 1, 4, 5, 2]
         rows.append([int(t) for t in row] + [0] * 6)
         segments.append([1] * 7 + [2] * 11 + [3] * 4 + [0] * 6)
-    made = corrupted(rows, segments, "span_corruption(rate=0.5, mean_span=4.0)")
-    for row, (source, text) in zip(rows, made, strict=True):
+    texts = corrupted(rows, segments, "span_corruption(rate=0.5, mean_span=4.0)")
+    for row, (source, text) in zip(rows, texts, strict=True):
         again, found = joined(source, text, common.VOCAB)
         assert again == row[:22]
         # Sixteen tokens of text: eight are hidden in two spans, if no special cuts one short.
         assert len(found) == 2 and 2 <= sum(map(len, found)) <= 8
         assert all(min(span) >= 4 for span in found)
-    assert len({len(text) for _, text in made}) > 1, "some are cut short"
+    assert len({len(text) for _, text in texts}) > 1, "some are cut short"
 
 
 def test_a_decoder_reads_the_corrupted_text_before_it_writes():
@@ -469,7 +480,9 @@ def test_sentinels_and_positions_suffice_for_the_longest_row():
 
 
 def test_texts_are_read_whole_and_their_labels_are_the_targets():
-    given = common.batch([[1, 7, 8, 2], [1, 2, 0, 0], [0, 0, 0, 0]], [[1] * 4, [1, 1, 0, 0], [0] * 4])
+    given = common.batch(
+        [[1, 7, 8, 2], [1, 2, 0, 0], [0, 0, 0, 0]], [[1] * 4, [1, 1, 0, 0], [0] * 4]
+    )
     given |= {"labels": jnp.asarray([2, 1, 0], jnp.int32)}
     for family in FAMILIES:
         shown = example(given, "classify", family=family)
@@ -565,7 +578,9 @@ def test_positions_without_weight_change_nothing(objective):
     logits, targets = rng.normal(size=(10, 7)), rng.integers(0, 7, 10)
     alone = sums(jnp.float32(logits[:3]), targets[:3], objective=objective, lexicon=lexicon(7))
     logits[3:] *= 1e4
-    padded = sums(jnp.float32(logits), targets, np.float32(np.arange(10) < 3), objective, lexicon(7))
+    padded = sums(
+        jnp.float32(logits), targets, np.float32(np.arange(10) < 3), objective, lexicon(7)
+    )
     common.assert_trees_close(alone, padded, 1e-6)
 
 
@@ -577,6 +592,53 @@ def test_no_target_at_all_is_zero_and_has_a_gradient_of_zero(objective):
     value, gradient = jax.value_and_grad(loss)(jnp.ones((2, 5)))
     assert value == 0
     np.testing.assert_array_equal(gradient, 0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradient_and_sums(objective, model, params, batch):
+    def loss(params):
+        shown = objective().example(batch, model, KEY, common.LEXICON)
+        logits = model.build().apply({"params": params}, shown.text, shown.source)
+        sums = objective().sums(logits, shown, common.LEXICON)
+        return sums["loss"][0], sums
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def only(batch, kept):
+    """The batch with padding in place of the rows that are not kept."""
+    kept = jnp.asarray([i in kept for i in range(4)])
+    out = {k: jnp.where(kept[:, None], a, 0) for k, a in batch.items() if a.ndim == 2}
+    return out | {
+        "rows": jnp.where(kept, batch["rows"], -1),
+        "labels": jnp.where(kept, batch["labels"], 0),
+    }
+
+
+@pytest.mark.parametrize(("name", "family"), common.LEARNERS)
+def test_rows_of_padding_count_for_nothing(name, family):
+    """A batch of nothing else is zero and moves no parameter; beside texts they change nothing."""
+    objective, model = common.pick(OBJECTIVES, name), common.learner(name, family, depth=1)
+    run = functools.partial(gradient_and_sums, objective, model, common.params(model))
+    given = common.everything((9, 6, 2, 1))
+    gradient, sums = run(only(given, ()))
+    for path, leaf in jax.tree.leaves_with_path((gradient, sums)):
+        np.testing.assert_array_equal(leaf, 0, err_msg=str(path))
+    parts = [run(only(given, (i,))) for i in range(4)]
+    apart = jax.tree.map(lambda *a: sum(a[1:], a[0]), *parts)
+    assert apart[1]["loss"][1] > 0
+    common.assert_trees_close(run(given), apart, 1e-5)
+    for part in parts:  # the shortest texts hold no target for some objectives
+        assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(part))
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_texts_of_which_nothing_or_all_is_hidden_are_finite(rate):
+    objective = common.pick(OBJECTIVES, f"masked_lm(rate={rate})")
+    model = common.learner("masked_lm", depth=1)
+    found = gradient_and_sums(objective, model, common.params(model), common.everything((2,) * 4))
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    assert found[1]["loss"][1] == 4 * rate  # the first of the two columns is read
 
 
 def test_texts_together_sum_to_the_texts_alone():

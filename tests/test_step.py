@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import struct
 
 from transformer.mesh import Mesh, MeshSpec
 from transformer.objective import OBJECTIVES
 from transformer.state import Birth, State
 from transformer.step import eval_step, train_step
-
-BYTES = np.ones(common.VOCAB, np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +25,12 @@ def mesh():
 # ------------------------------------------------------- a linear model with a gradient by hand
 
 
+@struct.dataclass
+class Rows:
+    x: Any
+    segments_BT: Any
+
+
 class Linear:
     """loss = sum over rows of weight * (x . w), so the gradient is the sum of weighted rows."""
 
@@ -33,7 +38,7 @@ class Linear:
         return self
 
     def apply(self, variables, text, source, rngs=None):
-        return text @ variables["params"]["w"]
+        return text.x @ variables["params"]["w"]
 
     @dataclasses.dataclass
     class Example:
@@ -41,10 +46,10 @@ class Linear:
         weights: Any
         source: Any = None
 
-    def example(self, batch, model, key):
-        return self.Example(batch["x"], batch["weight"])
+    def example(self, batch, model, key, lexicon):
+        return self.Example(Rows(batch["x"], batch["x"] != 0), batch["weight"])
 
-    def sums(self, scores, example, token_bytes):
+    def sums(self, scores, example, lexicon):
         return {"loss": ((scores * example.weights).sum(), example.weights.sum())}
 
 
@@ -61,7 +66,7 @@ def descend(mesh, tx, x, weight=None, accumulate=1, updates=1):
         tx,
         mesh,
         mesh.replicated,
-        BYTES,
+        common.LEXICON,
         0,
         accumulate,
     )
@@ -115,23 +120,28 @@ def test_an_empty_micro_batch_changes_nothing(mesh):
     assert half[1][0]["grad_norm"] == pytest.approx(both[1][0]["grad_norm"])
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_share_of_padding(mesh, accumulate):
+    """Here a zero is padding: three of eight."""
+    _, (sums,) = descend(mesh, CLIPPED, [[3, 4], [0, 1], [0, 0], [2, 2]], accumulate=accumulate)
+    assert sums["padding"] == (3.0, 8.0)
+
+
 # ------------------------------------------------------------------------------- a real decoder
 
 
 def batch(rows=4, length=9, lengths=None, seed=0):
-    ids = np.random.default_rng(seed).integers(0, common.VOCAB, (rows, length))
-    real = np.arange(length)[None] < np.asarray(lengths or [length] * rows)[:, None]
-    place = np.broadcast_to(np.arange(length), ids.shape)
-    given = {"tokens": ids, "segments": real, "positions": place}
-    return {name: jnp.asarray(a, jnp.int32) for name, a in given.items()}
+    return common.everything([length] * rows if lengths is None else lengths, seed)
 
 
-def trained(mesh, batches, accumulate=1, seed=0, **options):
+def trained(
+    mesh, batches, accumulate=1, seed=0, objective="causal_lm", family=None, rate=0.1, **options
+):
     """Parameters and sums after one update for each batch."""
-    model, tx = common.spec(depth=1, **options), optax.sgd(0.1)
+    model = common.learner(objective, family, **{"depth": 1} | options)
+    tx, chosen = optax.sgd(rate), common.pick(OBJECTIVES, objective)()
     birth = Birth(model, tx, mesh, seed)
-    objective = common.pick(OBJECTIVES, "causal_lm")()
-    step = train_step(model, objective, tx, mesh, birth.shardings, BYTES, seed, accumulate)
+    step = train_step(model, chosen, tx, mesh, birth.shardings, common.LEXICON, seed, accumulate)
     state, all_sums = birth.fresh(), []
     for given in batches:
         state, sums = step(state, given)
@@ -146,9 +156,46 @@ def test_accumulation_is_a_matter_of_memory_only(mesh):
     assert [float(s["loss"][1]) for s in whole[1]] == [8 + 1 + 0 + 4, 4 * 8]
 
 
+@pytest.mark.parametrize(
+    ("objective", "family"),
+    [
+        ("prefix_lm", "decoder"),
+        ("masked_lm(rate=0.5)", "encoder"),
+        ("span_corruption", "encoder_decoder"),
+        ("seq2seq", "encoder_decoder"),
+        ("classify", "encoder"),
+    ],
+)
+def test_accumulation_changes_no_draw(mesh, objective, family):
+    """What is hidden of a row depends on the step and the row, not on the micro-batch."""
+    batches = [batch(lengths=[9, 2, 7, 5])] * 2
+    whole, split = (trained(mesh, batches, n, objective=objective, family=family) for n in (1, 2))
+    common.assert_trees_close(whole, split, 1e-5)
+    assert float(whole[1][0]["loss"][1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "family"),
+    [("masked_lm(rate=0.5)", "encoder"), ("prefix_lm", "decoder"), ("span_corruption", "decoder")],
+)
+def test_each_step_draws_anew_and_each_evaluation_the_same(mesh, objective, family):
+    """With a rate of zero nothing is learnt, so that only the draws differ."""
+    given = batch(lengths=[9, 9, 9, 9])
+    params, sums = trained(mesh, [given] * 3, objective=objective, family=family, rate=0.0)
+    assert len({float(s["nll"][0]) for s in sums}) == 3
+    model = common.learner(objective, family, depth=1)
+    chosen = common.pick(OBJECTIVES, objective)()
+    evaluate = eval_step(model, chosen, mesh, mesh.replicated, common.LEXICON)
+    a, b = evaluate(params, given), evaluate(params, given)
+    common.assert_trees_close(a, b, 0.0)
+    rows = jnp.asarray([2, 0, 3, 1])
+    moved = evaluate(params, {name: a[rows] for name, a in given.items()})
+    common.assert_trees_close(a, moved, 1e-5)
+
+
 def test_dropout_differs_by_step_seed_and_micro_batch(mesh):
     """The same rows twice in a batch, the same batch twice: no loss is seen again."""
-    same = jax.tree.map(lambda a: jnp.tile(a, (2, 1)), batch(1))
+    same = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch(1))
     losses = {}
     for accumulate, seed in ((1, 0), (2, 0), (1, 1)):
         _, sums = trained(mesh, [same, same], accumulate, seed, dropout=0.5)
@@ -163,7 +210,7 @@ def test_evaluation_drops_nothing_and_adds_up(mesh):
     objective, given = common.pick(OBJECTIVES, "causal_lm")(), batch(lengths=[9, 3, 6, 1])
     on, off = common.spec(dropout=0.5), common.spec()
     params = common.params(off)
-    steps = [eval_step(m, objective, mesh, mesh.replicated, BYTES) for m in (on, off)]
+    steps = [eval_step(m, objective, mesh, mesh.replicated, common.LEXICON) for m in (on, off)]
     dropped, whole = (step(params, given) for step in steps)
     common.assert_trees_close(whole, dropped, 0.0)
     rows = [steps[1](params, {k: a[i : i + 1] for k, a in given.items()}) for i in range(4)]

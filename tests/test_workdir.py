@@ -4,6 +4,8 @@ import dataclasses
 import json
 import shutil
 
+import jax
+import numpy as np
 import pytest
 import tiny_run
 
@@ -24,6 +26,16 @@ def test_which_step(trained):
     for step, message in ((3, "has no step 3"), ("newest", "--step=newest: must be a number")):
         with pytest.raises(SpecError, match=message):
             transformer.load(trained, step)
+
+
+def test_an_average_of_checkpoints(trained):
+    """The mean of steps 9 and 12, which are kept; a third there is not."""
+    apart = [jax.tree.leaves(transformer.load(trained, step).params) for step in (9, 12)]
+    mean = jax.tree.leaves(transformer.load(trained, average=2).params)
+    for nine, twelve, both in zip(*apart, mean, strict=True):
+        np.testing.assert_allclose(both, (np.asarray(nine) + np.asarray(twelve)) / 2, rtol=1e-6)
+    with pytest.raises(SpecError, match="--average=3: .* has 2 checkpoints up to step 12"):
+        transformer.load(trained, average=3)
 
 
 def test_an_evaluation_repeats_that_of_the_training(trained):

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from transformer import result, spec
 from transformer.checkpoint import Checkpoints, refuse_changed
 from transformer.data import feed
@@ -31,15 +34,16 @@ def stored(workdir: str | Path) -> dict[str, Any]:
     return spec.as_dict(run)
 
 
-def load(workdir: str | Path, step: int | str = "latest") -> Run:
-    """The model of a working directory; `step` is a number, "latest" or "best"."""
+def load(workdir: str | Path, step: int | str = "latest", average: int = 1) -> Run:
+    """The model of a working directory; `step` is a number, "latest" or "best". The parameters are
+    the mean of those of so many checkpoints up to it (Vaswani et al. 2017, §6.1)."""
     workdir = result.folder(workdir)
     run = spec.parse(RunSpec, stored(workdir))
-    return _restored(run, workdir, step, Vocabulary.load(workdir))
+    return _restored(run, workdir, step, average, Vocabulary.load(workdir))
 
 
 def evaluate_run(
-    workdir: str | Path, step: int | str, split: str, run: RunSpec
+    workdir: str | Path, step: int | str, split: str, run: RunSpec, average: int = 1
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Metrics of a run on a whole split, on all devices, and what it wrote, if `eval.decode` says
     so. `run` may differ from the stored one in what MAY_DIFFER names; another source is tokenised
@@ -48,7 +52,7 @@ def evaluate_run(
     was = spec.parse(RunSpec, stored(workdir))
     refuse_changed(spec.as_dict(was), spec.as_dict(run), ignore=MAY_DIFFER)
     vocabulary = Vocabulary.load(workdir)
-    found = _restored(run, workdir, step, vocabulary)
+    found = _restored(run, workdir, step, average, vocabulary)
     place = workdir if run.data.source == was.data.source else workdir / "evaluation"
     data = feed.prepare(run.data, place, vocabulary)
     refuse_fields(run, data.stream(split))
@@ -66,11 +70,23 @@ def evaluate_run(
     return out | judged.metrics | judged.notes, judged.texts
 
 
-def _restored(run: RunSpec, workdir: Path, step: int | str, vocabulary: Vocabulary) -> Run:
+def _restored(
+    run: RunSpec, workdir: Path, step: int | str, average: int, vocabulary: Vocabulary
+) -> Run:
     which = int(step) if str(step).isdecimal() else step
     if which not in ("latest", "best") and not isinstance(which, int):
         raise SpecError(f"--step={step}: must be a number, latest or best")
     store = Checkpoints(workdir / "checkpoints", run.checkpoint)
     abstract = abstract_params(run.model)
     found, params = store.restore_params(abstract, which)
+    before = [n for n in store.steps() if n < found]
+    if len(before) < average - 1:
+        raise SpecError(
+            f"--average={average}: {workdir} has {len(before) + 1} checkpoints up to step {found}; "
+            "checkpoint.keep says how many are kept"
+        )
+    for earlier in before[len(before) - average + 1 :]:
+        params = jax.tree.map(jnp.add, params, store.restore_params(abstract, earlier)[1])
+    if average > 1:
+        params = jax.tree.map(lambda a: a / average, params)
     return Run(run, params, vocabulary, found)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer.data import tokens
-from transformer.data.tokens import TOKENIZERS, Tokenizer
+from transformer.data.tokens import TOKENIZERS, Tokenizer, Vocabulary
 from transformer.spec import SpecError, pick
 
 NASTY = [
@@ -137,3 +137,80 @@ def test_last_break_is_before_a_single_white_space():
     assert tokens.last_break("ab cd  ef") == 2
     assert tokens.last_break("abcdef") == 6
     assert tokens.last_break("a b" + "x" * 5000) == 5003
+
+
+# -------------------------------------------------------------------------------------- vocabulary
+
+
+def test_which_tokens_begin_and_end_inside_a_word():
+    """Letters, digits and all beyond ASCII; of a token of several bytes, its first and its last."""
+    begins, ends = train("bytes").inside_words
+    inside = {*b"azAZ09", 0x80, 0xC3, 0xFF}
+    outside = {*b" \n,._-'", 0x00, 0x7F}
+    for side in (begins, ends):
+        assert not side[:4].any(), "no special token"
+        assert {b for b in inside | outside if side[4 + b]} == inside
+    bpe = train("bpe", "the the the, a the")
+    begins, ends = bpe.inside_words
+    pieces = {piece: i for i, piece in enumerate(bpe.pieces)}
+    assert (begins[pieces[b" the"]], ends[pieces[b" the"]]) == (False, True)
+    assert (begins[pieces[b"he"]], ends[pieces[b"he"]]) == (True, True)
+
+
+CHARS, OTHER = train("chars", "abc"), train("chars", "xyz")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "files"),
+    [
+        (Vocabulary(CHARS), {"tokenizer.json"}),
+        (Vocabulary(CHARS, OTHER), {"tokenizer.json", "source_tokenizer.json"}),
+        (Vocabulary(CHARS, None, ("no", "ja, ß")), {"tokenizer.json", "labels.json"}),
+    ],
+)
+def test_a_vocabulary_is_read_as_it_was_written(vocabulary, files, tmp_path):
+    vocabulary.save(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == files
+    again = Vocabulary.load(tmp_path)
+    assert again.fingerprint == vocabulary.fingerprint
+    assert again.labels == vocabulary.labels
+    assert again.tokenizer.encode("cab").tolist() == [6, 4, 5]
+    assert again.of("source").encode(
+        "cab" if again.source_tokenizer is None else "zxy"
+    ).tolist() == [
+        6,
+        4,
+        5,
+    ]
+    assert again.of("text").encode("cab").tolist() == [6, 4, 5]
+
+
+def test_every_part_of_a_vocabulary_is_in_its_fingerprint():
+    others = [
+        Vocabulary(CHARS),
+        Vocabulary(OTHER),
+        Vocabulary(CHARS, OTHER),
+        Vocabulary(CHARS, CHARS),
+        Vocabulary(CHARS, None, ("a", "b")),
+        Vocabulary(CHARS, None, ("b", "a")),
+        Vocabulary(CHARS, None, ("a b",)),
+    ]
+    assert len({v.fingerprint for v in others}) == len(others)
+    assert Vocabulary(train("chars", "abc")).fingerprint == others[0].fingerprint
+
+
+@pytest.mark.parametrize("content", ["", "{}x", "7"])
+def test_broken_labels_are_refused_by_path(content, tmp_path):
+    Vocabulary(CHARS, None, ("a",)).save(tmp_path)
+    (tmp_path / "labels.json").write_text(content)
+    with pytest.raises(SpecError, match=f"{tmp_path}/labels.json is not a list of labels"):
+        Vocabulary.load(tmp_path)
+
+
+def test_the_tokenizer_of_another_run(tmp_path):
+    bpe = ALL["bpe(vocab_size=300)"]
+    Vocabulary(bpe).save(tmp_path)
+    again = train(f"saved(path={str(tmp_path)!r})")
+    assert again.fingerprint == bpe.fingerprint
+    with pytest.raises(SpecError, match="there is no tokenizer at .*/nowhere/tokenizer.json"):
+        train(f"saved(path={str(tmp_path / 'nowhere')!r})")

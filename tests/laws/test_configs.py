@@ -2,6 +2,7 @@
 that a changed default shows in the diff."""
 
 import contextlib
+import gzip
 import json
 import os
 from pathlib import Path
@@ -9,30 +10,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from transformer import cli, optim, spec
+from transformer.data.probes import PROBES
+from transformer.data.tokens import CharTokenizer, Vocabulary
 from transformer.experiment import RunSpec, resolve
-from transformer.generate import refuse_lengths
 from transformer.mesh import Mesh
+from transformer.run import Run, lexicon
 from transformer.state import Birth
 from transformer.step import train_step
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "configs"
-CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.py"))
-VOCAB = 100  # in place of what the data would say
+ARGUMENTS = {"classify": ["", "runs/mlm"], "probe": [*PROBES]}  # of others none is needed
+CONFIGS = [
+    f"{path}:{argument}" if argument else str(path)
+    for path in sorted((ROOT / "configs").rglob("*.py"))
+    for argument in ARGUMENTS.get(path.stem, [""])
+]
+VOCABULARY = Vocabulary(  # in place of what the data would say
+    CharTokenizer("".join(map(chr, range(32, 127)))), None, tuple("abcdefghij")
+)
 UPDATE = "UPDATE_GOLDEN"
 
 
-def name(config: Path) -> str:
-    return ".".join(config.relative_to(ROOT / "configs").with_suffix("").parts)
+def name(config: str) -> str:
+    """The path in dots, and the argument."""
+    path, *argument = config.split(":")
+    parts = Path(path).relative_to(ROOT / "configs").with_suffix("").parts
+    return "-".join([".".join(parts), *(a.replace("/", ".") for a in argument)])
 
 
 @pytest.fixture(params=CONFIGS, ids=name)
 def config(request) -> tuple[str, RunSpec]:
-    config: Any = cli.load(str(request.param))
+    config: Any = cli.load(request.param)
     return name(request.param), spec.parse(RunSpec, config.to_dict())
 
 
@@ -42,7 +54,7 @@ def test_there_are_configs():
 
 def test_the_resolved_text(config):
     title, run = config
-    text = "".join(f"{path} = {value!r}\n" for path, value in leaves(spec.as_dict(run)))
+    text = "".join(f"config.{path} = {value!r}\n" for path, value in spec.flat(spec.as_dict(run)))
     file = GOLDEN / f"{title}.txt"
     if os.environ.get(UPDATE):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,14 +65,6 @@ def test_the_resolved_text(config):
     )
 
 
-def leaves(section, path="config"):
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{path}.{key}")
-        else:
-            yield f"{path}.{key}", value
-
-
 def test_the_stored_form_is_read_back(config):
     _, run = config
     assert spec.parse(RunSpec, json.loads(json.dumps(spec.as_dict(run)))) == run
@@ -69,23 +73,53 @@ def test_the_stored_form_is_read_back(config):
 def test_an_update_traces(config, monkeypatch):
     """With the whole model, on one device, without computing anything."""
     _, run = config
-    run = resolve(run, run.model.vocab or VOCAB)
-    refuse_lengths(run.model, [1 + len(run.eval.prompt)], run.eval.sample)
+    run = resolve(run, VOCABULARY)
+    if run.eval.sample:
+        made = Run(run, None, VOCABULARY)
+        made.refuse_lengths([made.prompt(run.eval.prompt)], run.eval.sample)
     mesh = Mesh(run.mesh, jax.devices()[:1])
     steps = run.train.steps or 10**5
     tx, _ = optim.build(run.optimizer, run.schedule, steps, run.model.dim, run.train.clip)
     birth = Birth(run.model, tx, mesh, run.train.seed)
     update = train_step(
         *(run.model, run.objective(), tx, mesh, birth.shardings),
-        np.ones(VOCAB, np.int32),
+        lexicon(VOCABULARY.tokenizer),
         *(run.train.seed, run.train.accumulate),
     )
-    row = jax.ShapeDtypeStruct((run.data.batch_size, run.data.seq_len + 1), jnp.int32)
-    batch = dict.fromkeys(("tokens", "segments", "positions"), row)
     with mesh.on():
         monkeypatch.setattr(mesh, "on", contextlib.nullcontext)  # it may not be entered in a trace
-        state, sums = jax.eval_shape(update, birth.abstract, batch)
+        state, sums = jax.eval_shape(update, birth.abstract, batch(run))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == jax.tree.map(
         lambda a: (a.shape, a.dtype), birth.abstract
     )
-    assert all(value.shape == () for value in jax.tree.leaves(sums))
+    for value, weight in sums.values():
+        assert value.shape == weight.shape in {(), (run.model.classes,)}
+
+
+def batch(run: RunSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """One with the longest rows that there may be."""
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((run.data.batch_size, *shape), jnp.int32)
+
+    T, S = run.data.longest
+    out = {"rows": ints()} | dict.fromkeys(("tokens", "segments", "positions"), ints(T + 1))
+    if run.objective.factory.needs == "source":
+        out |= {f"source_{name}": ints(S) for name in ("tokens", "segments", "positions")}
+    return out | ({"labels": ints()} if run.objective.factory.needs == "label" else {})
+
+
+def test_a_folder_of_translations(tmp_path):
+    """configs/translate.py:DIR/en-de finds the files of each split by their names."""
+    for stem in ("train", "val", "test_2016_flickr", "test_2017"):
+        for language in ("en", "de", "fr"):
+            (tmp_path / f"{stem}.{language}.gz").write_bytes(gzip.compress(b"a\n"))
+    config: Any = cli.load(f"{ROOT / 'configs' / 'translate.py'}:{tmp_path}/en-de")
+    source: Any = spec.parse(RunSpec, config.to_dict()).data.source
+    made = source()
+    assert made.languages == ("en", "de")
+    assert made.splits == ("train", "validation", "test")
+    assert [Path(file).name for file in source.options["test"]] == [
+        *("test_2016_flickr.en.gz", "test_2016_flickr.de.gz")
+    ]
+    assert list(made.documents("validation", "source")) == ["a"]

@@ -1,5 +1,6 @@
 """Decoding with a cache, in pieces of any size or by beams, equals the full forward pass."""
 
+import dataclasses
 import functools
 
 import common
@@ -62,9 +63,10 @@ def in_pieces(model, params, text, source, first):
         return new, logits
 
     start, cache = apply({"params": params}, common.columns(text, 0, first), source, CAPACITY)
-    cache, two = step(cache, common.columns(text, first, first + 2))
+    later = dataclasses.replace(text, shown_BT=None)  # what is shown is among the first
+    cache, two = step(cache, common.columns(later, first, first + 2))
     one_by_one = jax.tree.map(
-        lambda a: a[:, first + 2 :].swapaxes(0, 1)[..., None], text
+        lambda a: a[:, first + 2 :].swapaxes(0, 1)[..., None], later
     )  # [steps, B, 1]
     _, rest = jax.lax.scan(step, cache, one_by_one)
     return jnp.concatenate([start, two, rest[:, :, 0].swapaxes(0, 1)], 1)
@@ -81,6 +83,33 @@ def test_pieces_equal_the_whole(model):
     got = in_pieces(model, params, text, source, first)
     np.testing.assert_allclose(whole[0, 3:], got[0, 3:], atol=1e-5)
     np.testing.assert_allclose(whole[1], got[1], atol=1e-5)
+
+
+SHOWN = common.accepted(
+    [
+        *({"position": name} for name in POSITIONS),
+        {"mask": "window(size=3)"},
+        {"mask": "prefix(length=3)"},
+        {"scan": True, "depth": 3, "mask": "window(size=2) | causal"},
+    ],
+    depth=2,
+)
+
+
+@pytest.mark.parametrize("model", SHOWN)
+def test_a_shown_prefix_is_remembered_as_such(model):
+    """Six tokens in the first row, which stands on the right, and four in the second."""
+    params, first = common.params(model), 9
+    real = jnp.ones((2, first + 5), jnp.int32).at[0, :3].set(0)
+    text = Tokens.of(common.text(2, first + 5).ids_BT, real)
+    shown = (text.positions_BT < jnp.asarray([[6], [4]])) & (real > 0)
+    text = dataclasses.replace(text, shown_BT=shown)
+    whole = common.logits(model, params, text, None)
+    got = in_pieces(model, params, text, None, first)
+    np.testing.assert_allclose(whole[0, 3:], got[0, 3:], atol=1e-5)
+    np.testing.assert_allclose(whole[1], got[1], atol=1e-5)
+    hidden = common.logits(model, params, dataclasses.replace(text, shown_BT=None), None)
+    assert jnp.abs(whole - hidden)[:, first:].max() > 1e-3, "it matters to what follows"
 
 
 def test_keys_of_a_source_are_computed_once():

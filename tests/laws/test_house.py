@@ -29,7 +29,7 @@ FLOORS = (
     {"meter", "result", "run"},
     {"quality", "transfer"},
     {"experiment"},
-    {"choices", "cli", "inspection", "workdir"},
+    {"choices", "cli", "compare", "inspection", "workdir"},
     {"cost", "interop", "report", "studies", "sweep"},
 )
 # These stand beside the model: they know how options are declared, and nothing else.

@@ -381,8 +381,7 @@ def test_sections_of_pairs(tmp_path, monkeypatch, base_of_pairs, path):
     assert ("exact_match" in found[4][-1]) == (path == "eval.decode")
 
 
-def test_what_only_pairs_have_is_refused_elsewhere(tmp_path):
-    """`source_len` is a length of what is not there; no other option is without effect."""
+def test_a_tokenizer_of_what_is_not_there_is_refused(tmp_path):
     with pytest.raises(SpecError, match="source_tokenizer=chars: the data has one side only"):
         tiny_run.run(tmp_path, data__source_tokenizer="chars")
 

@@ -58,6 +58,46 @@ def test_stopped_once(tmp_path, trained, monkeypatch):
     same_outcome(tmp_path, trained)
 
 
+MIXED = (
+    "mixture(sources=('reverse(length=9, size=200)', 'copy(length=6, size=150)'), weights=(1, 3))"
+)
+OTHERS = {
+    "masked": {
+        **{"model.family": "encoder", "objective": "masked_lm(whole_words=True)"},
+        **{"data.packing": "buckets(buckets=3)", "train.accumulate": 1},
+    },
+    "labels": tiny_run.LABELS,
+    "decoder": tiny_run.PAIRS | {"model.family": "decoder", "eval.decode": "bleu(beams=2)"},
+    "mixture": tiny_run.PAIRS | {"data.source": MIXED, "eval.decode": "exact"},
+    "texts": {
+        "data.source": f"mixture(sources=({tiny_run.OPTIONS['data.source']!r},), weights=(1,))"
+    },
+    "spans": {"model.family": "encoder_decoder", "objective": "span_corruption(rate=0.3)"},
+    "prefix": {"objective": "prefix_lm"},
+}
+
+
+def test_stopped_among_batches_of_different_shapes(tmp_path, translated, monkeypatch):
+    """Step 6 is stopped in its evaluation."""
+    for step in (1, 6, 8):
+        with tiny_run.stopped(monkeypatch, step):
+            assert tiny_run.run(tmp_path, **tiny_run.PAIRS)["steps"] == step
+    tiny_run.run(tmp_path, **tiny_run.PAIRS)
+    same_outcome(tmp_path, translated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_objectives_and_data(tmp_path, monkeypatch, kind):
+    """What is drawn for each row, which batches follow each other, and what is decoded."""
+    tiny_run.run(tmp_path / "whole", **OTHERS[kind])
+    for step in (3, 4, 10):
+        with tiny_run.stopped(monkeypatch, step):
+            assert tiny_run.run(tmp_path / "parts", **OTHERS[kind])["steps"] == step
+    tiny_run.run(tmp_path / "parts", **OTHERS[kind])
+    same_outcome(tmp_path / "parts", tmp_path / "whole")
+
+
 def test_stopped_in_the_last_evaluation(tmp_path, trained, monkeypatch):
     with tiny_run.stopped(monkeypatch, STEPS):
         done = tiny_run.run(tmp_path)

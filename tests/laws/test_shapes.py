@@ -10,6 +10,7 @@ import pytest
 from transformer.layers.ffn import FFNS
 from transformer.layers.mask import MASKS
 from transformer.layers.norm import NORMS
+from transformer.layers.pool import POOLS
 from transformer.layers.position import POSITIONS
 from transformer.layers.residual import ORDERS, PLACEMENTS
 from transformer.model import FAMILIES
@@ -75,3 +76,29 @@ def test_the_other_options(family, order, options):
     boxed, logits = traced(model, common.text(3, 6), common.source_for(model, 3))
     assert (logits.shape, logits.dtype) == ((3, 6, common.VOCAB), jnp.float32)
     assert {a.dtype for a in jax.tree.leaves(boxed)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("pool", [None, *POOLS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_of_texts(family, pool):
+    """One row of logits a text, whatever the pool and the precision; only a decoder that sees
+    nothing there has no use for the first token."""
+    for options in ({}, {"dtype": "bfloat16"}, {"scan": True, "tie": False}):
+        try:
+            model = common.spec(family=family, classes=5, pool=pool, **options)
+        except SpecError as e:
+            assert (family, pool) == ("decoder", "first") and "pool=first" in str(e)
+            continue
+        assert (family, pool) != ("decoder", "first")
+        boxed, logits = traced(model, common.text(3, 6), common.source_for(model, 3))
+        assert (logits.shape, logits.dtype) == ((3, 5), jnp.float32)
+        assert {a.dtype for a in jax.tree.leaves(boxed)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_source_of_another_vocabulary(tie):
+    model = common.spec(family="encoder_decoder", source_vocab=31, tie=tie)
+    boxed, logits = traced(model, common.text(3, 6), common.source_for(model, 3))
+    assert logits.shape == (3, 6, common.VOCAB)
+    assert boxed["source_embed"]["embedding"].value.shape == (31, 16)
+    assert boxed["embed"]["embedding"].value.shape == (common.VOCAB, 16)

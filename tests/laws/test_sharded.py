@@ -25,7 +25,8 @@ GRIDS = [
     {"layout": "tensor", "data": 2, "fsdp": 2, "tensor": 2},
 ]
 LENGTHS = [1, 2, 4, 8, 16, 32, 64, 128] * 2
-BYTES = np.ones(24, np.int32)
+LEXICON = common.lexicon(np.ones(24))
+FEW = [3, 17, 1, 9, 2, 12, 17, 5] * 2
 
 
 def label(grid):
@@ -39,39 +40,69 @@ def batches(count=3):
         ids = np.random.default_rng(seed).integers(4, 24, real.shape)
         place = np.broadcast_to(np.arange(129), real.shape)
         given = {"tokens": ids * real, "segments": real, "positions": place * real}
+        given["rows"] = np.arange(len(real))
         yield {name: a.astype(np.int32) for name, a in given.items()}
 
 
-def trained(mesh: Mesh, position: str):
+def everything(count=3):
+    """As every objective can read it, shorter."""
+    for seed in range(count):
+        yield jax.device_get(common.everything(FEW, seed))
+
+
+def trained(mesh: Mesh, objective: str, family: str, given, **options):
     """Sums of three updates with dropout and accumulation, the parameters, and an evaluation."""
-    model = common.spec(**WIDE, position=position, dropout=0.1, tie=False, init="lecun")
+    wide = WIDE | options | {"classes": 3 if objective == "classify" else None}
+    model = common.spec(**wide, family=family, dropout=0.1, tie=False, init="lecun")
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3, momentum=0.9))
-    birth, objective = Birth(model, tx, mesh, 0), common.pick(OBJECTIVES, "causal_lm")()
-    step = train_step(model, objective, tx, mesh, birth.shardings, BYTES, 0, accumulate=2)
+    birth, chosen = Birth(model, tx, mesh, 0), common.pick(OBJECTIVES, objective)()
+    step = train_step(model, chosen, tx, mesh, birth.shardings, LEXICON, 0, accumulate=2)
     state, seen = birth.fresh(), []
-    for batch in batches():
+    for batch in given():
         state, sums = step(state, mesh.put_rows(batch))
         seen.append(jax.device_get(sums))
-    evaluate = eval_step(model, objective, mesh, birth.shardings.params, BYTES)
-    seen.append(jax.device_get(evaluate(state.params, mesh.put_rows(next(batches(1))))))
+    evaluate = eval_step(model, chosen, mesh, birth.shardings.params, LEXICON)
+    seen.append(jax.device_get(evaluate(state.params, mesh.put_rows(next(given(1))))))
     return seen, jax.device_get(state.params)
+
+
+def assert_same(one, other):
+    """Sums and parameters."""
+    for here, there in zip(one[0], other[0], strict=True):
+        for name, value in here.items():
+            np.testing.assert_allclose(there[name], value, rtol=1e-5, err_msg=name)
+    common.assert_trees_close(one[1], other[1], 1e-5)
+
+
+ONE = MeshSpec(), jax.devices()[:1]
 
 
 @functools.cache
 def on_one_device(position: str):
-    return trained(Mesh(MeshSpec(), jax.devices()[:1]), position)
+    return trained(Mesh(*ONE), "causal_lm", "decoder", batches, position=position)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=label)
 def test_training_does_not_depend_on_the_mesh(grid):
     position = "t5" if grid["layout"] == "tensor" else "rope"
-    sums, params = on_one_device(position)
-    got, got_params = trained(Mesh(parse(MeshSpec, grid)), position)
-    assert float(sums[0]["loss"][1]) == sum(LENGTHS) - len(LENGTHS)
-    for here, there in zip(sums, got, strict=True):
-        for name, value in here.items():
-            np.testing.assert_allclose(there[name], value, rtol=1e-5, err_msg=name)
-    common.assert_trees_close(params, got_params, 1e-5)
+    alone = on_one_device(position)
+    assert float(alone[0][0]["loss"][1]) == sum(LENGTHS) - len(LENGTHS)
+    mesh = Mesh(parse(MeshSpec, grid))
+    assert_same(alone, trained(mesh, "causal_lm", "decoder", batches, position=position))
+
+
+# One family each, so that all three come up.
+@pytest.mark.parametrize(
+    ("objective", "family"),
+    [(name, table.families[-1]) for name, table in OBJECTIVES.items() if name != "causal_lm"],
+)
+def test_no_objective_depends_on_the_mesh(objective, family):
+    """Its draws neither: they belong to rows, wherever those are."""
+    alone = trained(Mesh(*ONE), objective, family, everything, vocab=32)
+    assert all(float(sums["loss"][1]) > 0 for sums in alone[0])
+    for grid in ({"layout": "fsdp"}, {"layout": "tensor", "data": 2, "fsdp": 2}):
+        mesh = Mesh(parse(MeshSpec, grid))
+        assert_same(alone, trained(mesh, objective, family, everything, vocab=32))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

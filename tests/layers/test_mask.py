@@ -87,3 +87,45 @@ def test_positions_of_a_padded_text(real, positions):
     text = Tokens.of(jnp.zeros((1, len(real)), jnp.int32), jnp.asarray([real]))
     np.testing.assert_array_equal(text.positions_BT[0], positions)
     np.testing.assert_array_equal(text.segments_BT[0], real)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        # Of the first text two are shown, of the second one that stands last; then padding.
+        (
+            "causal",
+            [
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 1, 0, 0, 0],
+                [0, 0, 0, 1, 1, 0],
+                [0, 0, 0, 1, 1, 0],
+                [0, 0, 0, 0, 0, 0],
+            ],
+        ),
+        (
+            "window(size=1)",
+            [
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 1, 0, 0, 0],
+                [0, 0, 0, 1, 1, 0],
+                [0, 0, 0, 0, 1, 0],
+                [0, 0, 0, 0, 0, 0],
+            ],
+        ),
+    ],
+)
+def test_what_is_shown_is_seen_by_its_own_segment(mask, expected):
+    """Whatever the mask says; padding is seen by nobody, also where it is said to be shown."""
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 0]])
+    place = jnp.asarray([[0, 1, 2, 0, 1, 0]])
+    shown = jnp.asarray([[True, True, False, False, True, True]])
+    text = Tokens(segments, segments, place, shown)
+    got = visible(common.pick(MASKS, mask), text, text)
+    np.testing.assert_array_equal(got[0].astype(int), expected)
+    nobody = Tokens(segments, segments, place, jnp.zeros_like(shown))
+    plain = Tokens(segments, segments, place)
+    a, b = (visible(common.pick(MASKS, mask), t, t) for t in (nobody, plain))
+    np.testing.assert_array_equal(a, b)

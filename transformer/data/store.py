@@ -238,8 +238,7 @@ def _numbers(source: Source, split: str, labels: tuple[str, ...]) -> np.ndarray:
     numbers = []
     for i, label in enumerate(source.documents(split, "label"), 1):
         if label not in known:
-            what = unknown(label, labels, "label")
-            raise SpecError(f"{split} split, document {i}: {what}; those of the training split are")
+            raise SpecError(f"{split} split, document {i}: {unknown(label, labels, 'label')}")
         numbers.append(known[label])
     return np.array(numbers, np.int32)
 
