@@ -38,7 +38,7 @@ def get_config(init_from: str = ""):
 
     c.objective = "classify"
     c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
-    c.schedule = "linear(peak=5e-4, warmup=100)"
+    c.schedule = "linear(peak=1e-3, warmup=50)"
     c.train.steps = 400
 
     c.eval.every = 200

@@ -28,8 +28,8 @@ def get_config():
     c.data.seq_len = 64
 
     c.objective = "masked_lm(rate=0.15)"
-    c.optimizer = "adamw(b2=0.98, weight_decay=0.01)"
-    c.schedule = "linear(peak=2e-3, warmup=200)"
+    c.optimizer = "muon"
+    c.schedule = "cosine(peak=2e-2, warmup=100)"
     c.train.steps = 2000
 
     c.eval.every = 1000

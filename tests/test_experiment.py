@@ -121,8 +121,8 @@ def test_what_is_cut_is_said(tmp_path, capsys):
     cut = (np.diff(stream.starts) - 1 > 6) | (np.diff(stream.source.starts) > 5)
     assert 0 < cut.sum() < stream.documents
     assert capsys.readouterr().err == (
-        f"data: {cut.sum()} of {stream.documents} rows of the training split are longer than "
-        "seq_len=6 or its source than 5, and cut there\n"
+        f"data: {cut.sum()} of {stream.documents} rows of the train split are longer than "
+        "data.seq_len=6, or their source than data.source_len=5, and are cut\n"
     )
 
 

@@ -315,24 +315,23 @@ def test_another_step_hides_other_tokens(objective):
 DRAWING = ["masked_lm", "masked_lm(whole_words=True)", "prefix_lm", "span_corruption"]
 
 
+def drawn(batch, objective):
+    return jax.device_get(jax.tree.leaves(example(batch, objective, seq_len=32)))
+
+
 @pytest.mark.parametrize("objective", DRAWING)
 def test_a_row_is_drawn_for_by_its_number_alone(objective):
     """Not by its place in the batch, nor by the rows beside it; with another number it differs."""
     rows = np.random.default_rng(0).integers(4, common.VOCAB, (6, 33)).tolist()
-    numbers = jnp.asarray([7, 0, 2**31 - 1, 40, 41, -1], jnp.int32)
-    whole = common.batch(rows) | {"rows": numbers}
-    first = example(whole, objective, seq_len=32)
-    for order in ([3], [5, 3, 2, 0, 4, 1], [1, 1, 3]):
-        part = example({k: a[np.array(order)] for k, a in whole.items()}, objective, seq_len=32)
-        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(part), strict=True):
+    numbers = np.array([7, 0, 2**31 - 1, 40, 41, -1], np.int32)
+    whole = jax.device_get(common.batch(rows)) | {"rows": numbers}
+    first = drawn(whole, objective)
+    for order in ([5, 3, 2, 0, 4, 1], [1, 1, 3]):
+        part = drawn({k: a[np.array(order)] for k, a in whole.items()}, objective)
+        for a, b in zip(first, part, strict=True):
             np.testing.assert_array_equal(a[np.array(order)], b)
-    other = example(whole | {"rows": numbers + 1}, objective, seq_len=32)
-    again = [
-        all(
-            (a[i] == b[i]).all() for a, b in zip(*map(jax.tree.leaves, (first, other)), strict=True)
-        )
-        for i in range(6)
-    ]
+    other = drawn(whole | {"rows": numbers + 1}, objective)
+    again = [all((a[i] == b[i]).all() for a, b in zip(first, other, strict=True)) for i in range(6)]
     assert sum(again) <= 1, "a row of 32 tokens is hardly ever cut in the same way twice"
 
 

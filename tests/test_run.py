@@ -402,14 +402,14 @@ def test_a_source_is_given_to_an_encoder_decoder_only(run):
 
 
 @pytest.mark.parametrize(
-    ("family", "new", "message"),
+    ("family", "longest", "new", "message"),
     [
-        ("encoder_decoder", 3, "prompt 1 has 13 tokens, which exceed model.max_len=12"),
-        ("encoder_decoder", 12, "prompt 0 has 1 tokens and 12 new .* exceed model.max_len=12"),
-        ("decoder", 11, "prompt 1 has 14 tokens and 11 new .* exceed model.max_len=24"),
+        ("encoder_decoder", 11, 3, "prompt 1 has 13 tokens, which exceed model.max_len=12"),
+        ("encoder_decoder", 10, 12, "prompt 0 has 1 tokens and 12 new .* exceed model.max_len=12"),
+        ("decoder", 11, 11, "prompt 1 has 14 tokens and 11 new .* exceed model.max_len=24"),
     ],
 )
-def test_sources_that_are_too_long_are_refused_by_their_place(family, new, message):
+def test_sources_that_are_too_long_are_refused_by_their_place(family, longest, new, message):
     run = untrained(**tiny_run.PAIRS | {"model.family": family, "model.position": "learned"})
     with pytest.raises(SpecError, match=message):
-        run.generate(["ab", "a" * 11, "a"], max_new_tokens=new, batch_size=1)
+        run.generate(["ab", "a" * longest, "a"], max_new_tokens=new, batch_size=1)

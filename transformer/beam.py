@@ -205,7 +205,7 @@ def _merged(done: _Ranked, logprob_BJ: Array, ids_BJN: Array, penalty: Array) ->
 
 def _repeated(cache: Any, beams: int) -> Any:
     """A cache with `beams` equal rows for each of its own."""
-    flat = traverse_util.flatten_dict(cache)
+    flat: dict[Any, Any] = traverse_util.flatten_dict(cache)
     for path, leaf in flat.items():
         if path[-1] != "slot":  # the same number for all rows
             axis = ROWS[path[-1]]
@@ -223,7 +223,7 @@ def _followed(cache: Any, parent_BJ: Array) -> Any:
     """
     B, J = parent_BJ.shape
     parent = (parent_BJ + J * jnp.arange(B, dtype=parent_BJ.dtype)[:, None]).reshape(B * J)
-    flat = traverse_util.flatten_dict(cache)
+    flat: dict[Any, Any] = traverse_util.flatten_dict(cache)
     for path, leaf in flat.items():
         if path[-1] not in ("slot", "source") and "cross_attention" not in path:
             flat[path] = jnp.take(leaf, parent, axis=ROWS[path[-1]], mode="clip")

@@ -205,13 +205,7 @@ class Experiment:
         """How many make a pass over the training split."""
         stream = self.data.stream("train")
         packing = self.run.data.pack(stream)
-        if packing.cut:
-            print(
-                f"data: {packing.cut:,} of {packing.rows:,} rows of the training split are longer "
-                f"than seq_len={self.run.data.seq_len} or its source than "
-                f"{self.run.data.longest[1]}, and cut there",
-                file=sys.stderr,
-            )
+        tell_cut(self.run.data, packing, "train")
         order = feed.train_order(stream, packing, self.run.data, self.run.train.seed)
         return order.batches
 
@@ -246,6 +240,17 @@ def eval_batches(run: RunSpec, data: Data, split: str, mesh: Mesh) -> Iterator[f
     """The split once, in batches of a size that the devices divide."""
     size = run.eval.batch_size or run.data.batch_size
     return feed.eval_batches(data, run.data, split, size, mesh.batch_shards)
+
+
+def tell_cut(data: feed.DataSpec, packing: feed.Packing, split: str) -> None:
+    """Says how many texts do not fit their rows."""
+    if packing.cut:
+        text, source = data.longest
+        print(
+            f"data: {packing.cut:,} of {packing.rows:,} rows of the {split} split are longer than "
+            f"data.seq_len={text}, or their source than data.source_len={source}, and are cut",
+            file=sys.stderr,
+        )
 
 
 def refuse_fields(run: RunSpec, stream: Stream) -> None:

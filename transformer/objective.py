@@ -314,7 +314,8 @@ class SpanCorruption(Objective):
         out = out.at[jnp.where(hidden_T, before_T, width)].set(ids_T, mode="drop")
         out = out.at[jnp.where(first_T, before_T - 1, width)].set(sentinel_T, mode="drop")
         end = before_T[-1] + 1
-        return source, (out.at[end].set(lexicon.eos), jnp.arange(width) <= end)
+        real = (jnp.arange(width) <= end) & real_T.any()  # of a row of padding, nothing is asked
+        return source, (out.at[end].set(lexicon.eos), real)
 
     def _widths(self, seq_len: int) -> tuple[int, int]:
         """The most hidden tokens and spans in a row."""

@@ -11,7 +11,7 @@ from transformer.checkpoint import Checkpoints, refuse_changed
 from transformer.data import feed
 from transformer.data.tokens import Vocabulary
 from transformer.evaluate import evaluate
-from transformer.experiment import RunSpec, eval_batches, judge, refuse_fields
+from transformer.experiment import RunSpec, eval_batches, judge, refuse_fields, tell_cut
 from transformer.mesh import Mesh, MeshSpec
 from transformer.run import Run, lexicon
 from transformer.spec import SpecError
@@ -56,6 +56,7 @@ def evaluate_run(
     place = workdir if run.data.source == was.data.source else workdir / "evaluation"
     data = feed.prepare(run.data, place, vocabulary)
     refuse_fields(run, data.stream(split))
+    tell_cut(run.data, run.data.pack(data.stream(split)), split)
     mesh = Mesh(MeshSpec())
     batches = eval_batches(run, data, split, mesh)
     known = lexicon(vocabulary.tokenizer)

@@ -622,24 +622,19 @@ def test_a_damaged_field_is_made_again(tmp_path):
     }
     for (source, training), files in names.items():
         whole = store.tokenise(source, training, tmp_path)
+        contents = [a.tolist() for a in arrays(whole.stream("train"))]
         for name in files:
             (tmp_path / name).write_bytes(b"")
             mended = store.tokenise(source, training, tmp_path)
             assert mended.fingerprint == whole.fingerprint
-            for a, b in zip(*(arrays(d.stream("train")) for d in (whole, mended)), strict=True):
-                np.testing.assert_array_equal(a, b)
+            assert [a.tolist() for a in arrays(mended.stream("train"))] == contents
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
-def test_nothing_of_another_kind_of_data_stays(tmp_path, monkeypatch, order):
+def test_nothing_of_another_kind_of_data_stays(tmp_path, monkeypatch):
     """Where there were labels, or a second tokenizer, there are none of them later."""
-    kinds = [
-        (PAIRS, TWO),
-        (LABELS, CHARS),
-        (PAIRS, CHARS),
-        (Texts(train=["a"], validation=["a"]), CHARS),
-    ]
-    for i in order:
+    text = Texts(train=["a"], validation=["a"])
+    kinds = [(PAIRS, TWO), (LABELS, CHARS), (PAIRS, CHARS), (text, CHARS)]
+    for i in (0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 0):  # from each to each
         source, training = kinds[i]
         data = store.tokenise(source, training, tmp_path)
         assert bool(data.vocabulary.labels) == (source is LABELS)
@@ -647,6 +642,7 @@ def test_nothing_of_another_kind_of_data_stays(tmp_path, monkeypatch, order):
         with monkeypatch.context() as patched:  # and it is found again
             patched.delattr(store, "_write_split")
             store.tokenise(source, training, tmp_path)
+    assert not list(tmp_path.glob("*label*"))
 
 
 def test_a_label_that_training_does_not_have_is_refused_by_name(tmp_path):

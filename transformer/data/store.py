@@ -153,6 +153,9 @@ def _build(
         }
         (Path(partial) / "meta.json").write_text(json.dumps(meta, indent=1))
         names = sorted(p.name for p in Path(partial).iterdir() if p.name != "meta.json")
+        for old in {*directory.glob("*.npy"), *directory.glob("*.json")}:
+            if old.name not in names:  # of data of another kind
+                old.unlink()
         for name in [*names, "meta.json"]:  # meta.json last: it vouches for all
             (Path(partial) / name).replace(directory / name)
     return meta

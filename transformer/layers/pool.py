@@ -40,7 +40,7 @@ class First:
 
     @staticmethod
     def rules(spec: Any) -> Iterator[str]:
-        if spec.depths[1] and not spec.bidirectional:
+        if not (spec.depths[0] or spec.bidirectional):
             yield f"a decoder with mask={spec.masks} knows nothing there but the first token"
 
 
