@@ -29,11 +29,11 @@ FLOORS = (
     {"meter", "result", "run"},
     {"quality", "transfer"},
     {"experiment"},
-    {"choices", "cli", "compare", "inspection", "workdir"},
+    {"choices", "cli", "compare", "inspection", "launch", "workdir"},
     {"cost", "interop", "report", "studies", "sweep"},
 )
 # These stand beside the model: they know how options are declared, and nothing else.
-BESIDE = {"cli", "data", "log", "mesh", "optim", "stop"}
+BESIDE = {"cli", "data", "launch", "log", "mesh", "optim", "stop"}
 
 # Heavy or optional, so imported where they are used.
 LATE = {"grain", "sacrebleu", "tensorboardX", "tensorflow_datasets", "tokenizers"}
