@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from transformer import generate as module
-from transformer.generate import PROMPT_BUCKET, Sampling, generate
+from transformer.generate import BUCKET, Sampling, bucket, generate
 from transformer.layers.position import POSITIONS
 from transformer.spec import SpecError, parse
 
@@ -197,13 +197,17 @@ def test_beyond_it_is_refused_with_the_numbers(length, new, message):
         continued(common.params(SHORT), [[5], [5] * length], new, model=SHORT)
 
 
+def test_buckets():
+    assert [bucket(n) for n in (1, 2, 3, 5, 17, 32, 33, 64, 65)] == [1, 2, 4, 8, 32, 32, 64, 64, 96]
+
+
 def test_one_compilation_for_all_prompts_of_a_bucket():
     decode: Any = module._decode
     params, compiled = bigram(ENDINGS), decode._cache_size
-    continued(params, [[5]], 5)
+    continued(params, [[5] * (BUCKET // 2 + 1)], 5)
     before = compiled()
-    for length in (2, 9, PROMPT_BUCKET):
+    for length in (BUCKET // 2 + 2, BUCKET - 1, BUCKET):
         continued(params, [[5] * length], 5, seed=length)
     assert compiled() == before
-    continued(params, [[5] * (PROMPT_BUCKET + 1)], 5)
+    continued(params, [[5] * (BUCKET + 1)], 5)
     assert compiled() == before + 1

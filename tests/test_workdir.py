@@ -102,8 +102,9 @@ def test_an_evaluation_of_other_pairs(translated, tmp_path):
     (tmp_path / "b.tsv").write_text("abcd\tdcba\nax\tba\n")
     with pytest.raises(SpecError, match="validation split, document 1: .* does not know 'x'"):
         evaluated(f"pairs(train={str(tmp_path / 'b.tsv')!r}, validation=0.5)")
+    (tmp_path / "c.txt").write_text("abcd\n" * 20)
     with pytest.raises(SpecError, match="objective=seq2seq: needs the source of each text"):
-        evaluated(f"text(path={str(tmp_path / 'a.tsv')!r}, documents='line')")
+        evaluated(f"text(path={str(tmp_path / 'c.txt')!r}, documents='line')")
 
 
 @pytest.mark.parametrize("name", ["a b", "w/", "./w", "../x/w", "~/w", "link"])
