@@ -3,7 +3,8 @@
     python train.py --config=configs/mlm.py --workdir=runs/mlm
     python train.py --config=configs/classify.py:runs/mlm --workdir=runs/tuned
 
-The validation masks are always the same.
+Expected: validation loss 4.83 nats per hidden token after 2000 steps (5.30 after 1000; unigrams:
+6.93), seven minutes on two CPU cores. The validation masks are always the same.
 """
 
 from transformer import defaults

@@ -281,9 +281,10 @@ def resolve(run: RunSpec, vocabulary: Vocabulary) -> RunSpec:
         sizes["classes"] = len(vocabulary.labels)
     for name, size in sizes.items():
         if (given := getattr(model, name)) is not None and given < size:
-            more = f" and the objective {sentinels} sentinels" if sentinels else ""
-            what = "tokens" if name.endswith("vocab") else "labels"
-            raise SpecError(f"config.model.{name}={given}: the data has {size} {what}{more}")
+            what = f"{size} {'tokens' if name.endswith('vocab') else 'labels'}"
+            if sentinels and name == "vocab":
+                what = f"{size - sentinels} tokens and the objective {sentinels} sentinels"
+            raise SpecError(f"config.model.{name}={given}: the data has {what}")
         sizes[name] = given or size
     if model.max_len is None and model.needs_max_len:
         sizes["max_len"] = run.length

@@ -593,7 +593,9 @@ def test_labels_are_numbered_in_the_order_of_their_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "training"), [(PAIRS, CHARS), (PAIRS, TWO), (LABELS, CHARS)], ids=str
+    ("source", "training"),
+    [(PAIRS, CHARS), (PAIRS, TWO), (LABELS, CHARS)],
+    ids=["pairs", "two tokenizers", "labels"],
 )
 def test_all_fields_are_found_again(tmp_path, monkeypatch, source, training):
     first = store.tokenise(source, training, tmp_path)

@@ -30,7 +30,7 @@ CONFIGS = [
     for argument in ARGUMENTS.get(path.stem, [""])
 ]
 VOCABULARY = Vocabulary(  # in place of what the data would say
-    CharTokenizer("".join(map(chr, range(32, 127)))), None, tuple("abcdefghij")
+    CharTokenizer("\n" + "".join(map(chr, range(32, 127)))), None, tuple("abcdefghij")
 )
 UPDATE = "UPDATE_GOLDEN"
 
