@@ -44,6 +44,14 @@ def _new_transformation(cls, init, update):
 optax.GradientTransformation.__new__ = _new_transformation
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_a_module():
+    """Forgets what a module compiled: each program holds some of the few memory maps that Linux
+    gives a process."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
     """The working directory of a finished tiny run; to be read only."""

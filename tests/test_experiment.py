@@ -141,10 +141,10 @@ def test_the_data_decides_the_sizes_of_the_model():
     assert sizes(two, **pairs) == (7, 6, None, None)
     assert sizes(three, **labels) == (7, None, 3, None)
     assert sizes(three, **labels | {"model.classes": 4, "model.vocab": 9}) == (9, None, 4, None)
-    learned = {"model.position": "learned", "data.source_len": 9}
-    assert sizes(two, **pairs | learned) == (7, 6, None, 12)
+    learned, nine = {"model.position": "learned"}, {"data.source_len": 9}
+    assert sizes(two, **pairs | learned | nine) == (7, 6, None, 12)
     decoder = {"model.family": "decoder"}
-    assert sizes(Vocabulary(chars), **pairs | learned | decoder) == (7, None, None, 12 + 9)
+    assert sizes(Vocabulary(chars), **pairs | learned | nine | decoder) == (7, None, None, 12 + 9)
     assert sizes(three, **labels | learned) == (7, None, 3, 16)
     spans = {"objective": "span_corruption(rate=0.5)", "model.family": "encoder_decoder"}
     # Of 16 tokens 8 are hidden, in round(8 / 3) spans.

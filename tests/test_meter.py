@@ -14,7 +14,11 @@ def sums(loss, weight, **more):
     one = jnp.float32(1)
     pair = (jnp.float32(loss * weight), jnp.float32(weight))
     norms = {"grad_norm": (one, one), "update_norm": (one, one)}
-    return {"loss": pair, "nll": pair} | norms | {n: (jnp.float32(v), one) for n, v in more.items()}
+    return (
+        {"loss": pair, "nll": pair, "bits_per_byte": pair}
+        | norms
+        | {n: (jnp.float32(v), one) for n, v in more.items()}
+    )
 
 
 @pytest.fixture

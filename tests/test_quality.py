@@ -116,6 +116,16 @@ def test_a_line_break_in_a_text_shifts_nothing(answering, mark):
     assert [record["text"] for record in found.texts] == written, "as they were written"
 
 
+def test_a_hyphen_before_a_line_break_joins_no_words(answering):
+    """As it would in a file of lines, where no such break can be."""
+    run, _ = answering({"x": "Ein gut-\ngemeinter Rat ist teuer."})
+    found = Bleu()(run, rows(["x"], ["Ein gut gemeinter Rat ist teuer."]), "validation", never)
+    assert found is not None
+    one_line, references = "Ein gut- gemeinter Rat ist teuer.", ["Ein gut gemeinter Rat ist teuer."]
+    expected = sacrebleu.corpus_bleu([one_line], [references]).score
+    assert found.metrics["bleu"] == pytest.approx(expected, abs=1e-9)
+
+
 def test_options_reach_the_search(answering):
     run, asked = answering({"x": "y"})
     source = rows(["x"], ["y"])

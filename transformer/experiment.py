@@ -109,7 +109,10 @@ class RunSpec(Spec):
                 f"data.seq_len={self.data.seq_len}: {self.length} positions exceed "
                 f"model.max_len={self.model.max_len}"
             )
-        if self.objective.factory.needs != "label":
+        needs, limit = self.objective.factory.needs, self.data.source_len
+        if limit is not None and needs != "source":
+            yield f"data.source_len={limit}: objective={self.objective} reads no source"
+        if needs != "label":
             for name in ("classes", "pool"):
                 if (value := getattr(self.model, name)) is not None:
                     yield f"model.{name}={value}: objective={self.objective} predicts tokens"

@@ -166,8 +166,8 @@ class PrefixLM(Objective):
         cut_BT = _cuts(key, batch["rows"], text)
         prefix_BT = (text.positions_BT < cut_BT) & (text.segments_BT > 0)
         now, then = _shifted(text)
-        counts = _counts(model, now, then) & ~prefix_BT[:, 1:]
         if not all(model.depths):
+            counts = _counts(model, now, then) & ~prefix_BT[:, 1:]
             now = dataclasses.replace(now, shown_BT=prefix_BT[:, :-1])
             return Example(now, None, then.ids_BT, counts.astype(jnp.float32))
         source = dataclasses.replace(text, segments_BT=jnp.where(prefix_BT, text.segments_BT, 0))
@@ -178,6 +178,7 @@ class PrefixLM(Objective):
             jnp.where(place >= 0, now.segments_BT, 0),
             jnp.maximum(place, 0),
         )
+        counts = _counts(model, rest, dataclasses.replace(then, positions_BT=place + 1))
         return Example(rest, source, then.ids_BT, counts.astype(jnp.float32))
 
 

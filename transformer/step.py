@@ -35,33 +35,35 @@ def train_step(
     """
     model = spec.build()
 
-    def loss(params, batch, key):
-        example = objective.example(batch, spec, jax.random.fold_in(key, 1), lexicon)
+    def loss(params, batch, key, draws):
+        example = objective.example(batch, spec, draws, lexicon)
         logits: Any = model.apply(
             {"params": params}, example.text, example.source, rngs={"dropout": key}
         )
         sums = objective.sums(logits, example, lexicon) | {"padding": padding(example)}
         return sums["loss"][0], sums
 
-    def gradient(params, batch, key):
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+    def gradient(params, batch, key, draws):
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, key, draws)
         return grads, sums
 
-    def accumulated(params, batch, key):
+    def accumulated(params, batch, key, draws):
         if accumulate == 1:
-            return gradient(params, batch, key)
+            return gradient(params, batch, key, draws)
         micro = {name: _split(a, accumulate) for name, a in batch.items()}
         keys = jax.random.split(key, accumulate)
-        first = jax.eval_shape(gradient, params, {n: a[0] for n, a in micro.items()}, keys[0])
+        one = {name: a[0] for name, a in micro.items()}
+        first = jax.eval_shape(gradient, params, one, keys[0], draws)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), first)
 
         def add(total, now):
-            return jax.tree.map(jnp.add, total, gradient(params, *now)), None
+            return jax.tree.map(jnp.add, total, gradient(params, *now, draws)), None
 
         return jax.lax.scan(add, zeros, (micro, keys))[0]
 
     def update(state: State, batch: Batch) -> tuple[State, Sums]:
-        grads, sums = accumulated(state.params, batch, stream(seed, "dropout", state.step))
+        key, draws = (stream(seed, name, state.step) for name in ("dropout", "objective"))
+        grads, sums = accumulated(state.params, batch, key, draws)
         count = jnp.maximum(sums["loss"][1], 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)

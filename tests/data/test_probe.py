@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from transformer import cli, spec
 from transformer.data.probes import PROBES
+from transformer.experiment import RunSpec
 from transformer.spec import Choice, Spec, SpecError, choice, parse, pick
 
 SMALL = {name: f"{name}(size=400, held_out=200)" for name in PROBES} | {
@@ -368,3 +371,31 @@ def test_too_few_questions_are_refused():
         list(make("copy(symbols=2, length=1)").documents("train"))
     with pytest.raises(SpecError, match="none is left for the validation split"):
         make("modular_addition(p=2, share=0.9)").fingerprint()
+
+
+CONFIG = Path(__file__).parents[2] / "configs" / "probe.py"
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_the_config_of_every_probe_has_room_for_its_longest_question_and_answer(name):
+    config: Any = cli.load(f"{CONFIG}:{name}")
+    run = spec.parse(RunSpec, config.to_dict())
+    assert run.data.source.name == name
+    probe: Any = run.data.source()
+    if name != "modular_addition":
+        probe = dataclasses.replace(probe, size=200)
+    asked, answered = zip(*everything(probe), strict=True)
+    # A row of targets holds a text and its end, a source its beginning and its end too.
+    if name == "listops":
+        assert run.data.seq_len == max(map(len, asked)) + 1
+        assert run.model.family == "encoder"
+    else:
+        assert run.data.longest == (max(map(len, answered)) + 1, max(map(len, asked)) + 2)
+
+
+def test_the_config_refuses_a_task_that_is_none():
+    with pytest.raises(SpecError) as error:
+        cli.load(f"{CONFIG}:revers")
+    (line,) = str(error.value).splitlines()
+    assert "unknown task 'revers'; did you mean 'reverse'?" in line
+    assert all(name in line for name in PROBES)

@@ -96,7 +96,7 @@ def test_schedules(name, option):
 @pytest.mark.parametrize(("name", "option"), options(OBJECTIVES))
 def test_objectives(name, option):
     """What the model is shown, or what is made of its logits."""
-    needed = {"rate": 0.5} if option == "mean_span" else {}
+    needed = {"mean_span": {"rate": 0.5}, "random": {"rate": 0.9}}.get(option, {})
     plain, changed = pair(OBJECTIVES, name, option, **needed)
     (text, *shown), (other_text, *others) = (outcome(c) for c in (plain, changed))
     assert text != other_text or np.abs(np.subtract(shown, others)).max() > 1e-3
@@ -204,19 +204,20 @@ def read(given: str) -> dict[str, Any]:
 
 
 def contents(text: str) -> Any:
-    """What a source is asked for, of the documents the first hundred."""
+    """What a source is asked for, of the documents those of every part."""
     made = spec.pick(source.SOURCES, text)()
-    texts = {
-        (split, field): list(itertools.islice(made.documents(split, field), 100))
+    texts = [
+        list(itertools.islice(part.documents(split, field), 100))
         for split in made.splits
         for field in made.fields
-    }
+        for part in made.parts
+    ]
     return texts, made.languages, made.weights
 
 
 @pytest.mark.parametrize(("name", "option"), options(PROBES))
 def test_probes(name, option):
-    small = {"length": 12, "test_length": 14, "size": 60, "held_out": 10, "depth": 2, "p": 11}
+    small = {"length": 12, "test_length": 14, "size": 60, "held_out": 30, "depth": 2, "p": 11}
     known = spec.options(PROBES[name])
     plain = {n: v for n, v in small.items() if n in known}
     value = plain.get(option, known[option].default)
