@@ -1,7 +1,9 @@
 """When a script starts itself once more, and with what."""
 
+import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,3 +53,24 @@ def test_not_against_the_user_nor_on_other_machines(started, monkeypatch):
         patch.setattr(Path, "glob", lambda self, pattern: iter([self / pattern]))
         launch.on_huge_pages()
     assert started == []
+
+
+@pytest.mark.skipif(not launch._helps(), reason="an accelerator, or no glibc")
+def test_a_script_goes_on_with_its_arguments_and_its_exit_code(tmp_path):
+    script = tmp_path / "a script.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "from transformer.launch import on_huge_pages\n"
+        "print('begun', flush=True)\n"
+        "on_huge_pages()\n"
+        "print(json.dumps([sys.argv, os.environ['GLIBC_TUNABLES']]))\n"
+        "sys.exit(3)\n"
+    )
+    names = {"GLIBC_TUNABLES", *launch._KEEP}
+    plain = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-W", "error", script, "--a=b c", ""]
+    done = subprocess.run(command, env=plain, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    *begun, last = done.stdout.splitlines()
+    assert begun == ["begun"] * 2
+    assert json.loads(last) == [[str(script), "--a=b c", ""], launch._HUGE_PAGES]

@@ -106,6 +106,7 @@ def environment(devices: int) -> dict[str, str]:
     return os.environ | {
         "XLA_FLAGS": flags,
         "PYTHONWARNINGS": "error",
+        "GLIBC_TUNABLES": "",  # the user's own: nothing starts itself once more (launch.py)
         "JAX_COMPILATION_CACHE_DIR": config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }

@@ -23,10 +23,13 @@ def on_huge_pages() -> None:
     """Starts the running script anew with these settings, unless it has them, the user has chosen
     settings of their own, there is an accelerator, or the C library is another one."""
     chosen = {"GLIBC_TUNABLES", *_KEEP} & set(os.environ)
-    if chosen or platform.libc_ver()[0] != "glibc" or sys.flags.interactive:
-        return
-    if any(list(Path("/dev").glob(pattern)) for pattern in _ACCELERATORS):
+    if chosen or not _helps() or sys.flags.interactive:
         return
     settings = os.environ | _KEEP | {"GLIBC_TUNABLES": _HUGE_PAGES}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], settings)
+
+
+def _helps() -> bool:
+    accelerated = any(list(Path("/dev").glob(pattern)) for pattern in _ACCELERATORS)
+    return platform.libc_ver()[0] == "glibc" and not accelerated

@@ -57,7 +57,8 @@ def train_step(
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), first)
 
         def add(total, now):
-            return jax.tree.map(jnp.add, total, gradient(params, *now, draws)), None
+            batch, key = now
+            return jax.tree.map(jnp.add, total, gradient(params, batch, key, draws)), None
 
         return jax.lax.scan(add, zeros, (micro, keys))[0]
 
