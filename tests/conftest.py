@@ -22,7 +22,7 @@ from absl import logging  # noqa: E402
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path(tempfile.gettempdir(), "cache")))
 
 jax.config.update("jax_compilation_cache_dir", str(_CACHE / "transformer-lab" / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_disable_most_optimizations", True)  # compiles tiny programs in half the time
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

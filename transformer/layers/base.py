@@ -167,6 +167,11 @@ def parameter(
     module: nn.Module, name: str, init: Initializer, axes: tuple[str, ...], shape: tuple[int, ...]
 ) -> Array:
     """A float32 parameter of `module` that carries its logical axis names."""
+    if module.has_variable("params", name):  # flax's `param` would trace `init` to learn the shape
+        value: Any = nn.unbox(module.get_variable("params", name))
+        if value.shape != shape:
+            raise ValueError(f"parameter {name!r} is {list(value.shape)}, not {list(shape)}")
+        return value
     boxed: Any = nn.with_logical_partitioning(init, axes)
     return module.param(name, boxed, shape, jnp.float32)
 
