@@ -82,6 +82,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "moment"),
     [(signal.SIGTERM, "preparation"), (signal.SIGINT, "compilation"), (signal.SIGTERM, "training")],

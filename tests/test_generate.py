@@ -151,6 +151,7 @@ def until_end(ids):
     return ids[: ids.index(END) + 1] if END in ids else ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("family", common.DECODING)
 def test_greedy_with_a_cache_is_greedy_without(family, position):

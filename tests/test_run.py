@@ -227,6 +227,7 @@ def test_scores_of_pairs_are_those_of_an_evaluation(translated):
     assert nll == pytest.approx(found["nll"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"seed": 5}, {"beams": 3}], ids=str)
 @pytest.mark.parametrize("kind", ["enc-dec", "shown"])
 def test_an_answer_depends_on_no_other_source(kind, how):

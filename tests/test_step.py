@@ -157,6 +157,7 @@ def test_accumulation_is_a_matter_of_memory_only(mesh):
     assert [float(s["loss"][1]) for s in whole[1]] == [8 + 1 + 0 + 4, 4 * 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "family"),
     [

@@ -102,6 +102,7 @@ def test_what_is_new_and_what_is_left_is_said(donor, capsys):
     assert differs["model.position"].startswith("alibi there, rope(theta=10000.0, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "here"),
     [

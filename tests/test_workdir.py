@@ -107,6 +107,7 @@ def test_an_evaluation_of_other_pairs(translated, tmp_path):
         evaluated(f"text(path={str(tmp_path / 'c.txt')!r}, documents='line')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a b", "w/", "./w", "../x/w", "~/w", "link"])
 def test_anywhere(tmp_path, monkeypatch, name):
     """Trained under a name, found under another from another place."""

@@ -70,6 +70,7 @@ def test_the_stored_form_is_read_back(config):
     assert spec.parse(RunSpec, json.loads(json.dumps(spec.as_dict(run)))) == run
 
 
+@pytest.mark.slow
 def test_an_update_traces(config, monkeypatch):
     """With the whole model, on one device, without computing anything."""
     _, run = config

@@ -108,6 +108,7 @@ CASES = common.accepted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 def test_a_decoder_learns_to_look_back(model):
     before, after = losses(model, shown_to("causal_lm"))
@@ -115,6 +116,7 @@ def test_a_decoder_learns_to_look_back(model):
     assert after < 0.1 * FLOOR / 2  # half of the targets are letters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), common.LEARNERS)
 def test_every_objective_is_learnt_by_its_families(name, family):
     text, share = OBJECTIVES_HERE[name]

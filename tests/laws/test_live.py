@@ -100,6 +100,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_option_of_a_model(name):
     kind = FIELDS[name]
@@ -114,6 +115,7 @@ def test_every_option_of_a_model(name):
     assert is_live(changed, {}), f"model.{name} changes nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "entry", "option"), OPTIONS, ids=map(".".join, OPTIONS))
 def test_every_option_of_an_entry(field, entry, option):
     declared = options(TABLES[field][entry])[option]

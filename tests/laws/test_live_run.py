@@ -356,6 +356,7 @@ def base(tmp_path_factory):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CHANGES)
 def test_sections(tmp_path, monkeypatch, base, path):
     found = trace(tmp_path, monkeypatch, CHANGES[path])
@@ -372,6 +373,7 @@ def base_of_pairs(tmp_path_factory):
         return trace(tmp_path_factory.mktemp("base"), patch, {}, PAIRED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CHANGES_OF_PAIRS)
 def test_sections_of_pairs(tmp_path, monkeypatch, base_of_pairs, path):
     found = trace(tmp_path, monkeypatch, CHANGES_OF_PAIRS[path], PAIRED)

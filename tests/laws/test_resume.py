@@ -77,6 +77,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_stopped_among_batches_of_different_shapes(tmp_path, translated, monkeypatch):
     """Step 6 is stopped in its evaluation."""
     for step in (1, 6, 8):

@@ -48,6 +48,7 @@ def label(options):
     return "-".join(map(str, options.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES, ids=label)
 def test_scan_equals_loop(options):
     loop, scanned = (common.spec(**options, scan=scan) for scan in (False, True))

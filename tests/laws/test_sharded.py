@@ -82,6 +82,7 @@ def on_one_device(position: str):
     return trained(Mesh(*ONE), "causal_lm", "decoder", batches, position=position)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS, ids=label)
 def test_training_does_not_depend_on_the_mesh(grid):
     position = "t5" if grid["layout"] == "tensor" else "rope"
@@ -92,6 +93,7 @@ def test_training_does_not_depend_on_the_mesh(grid):
 
 
 # One family each, so that all three come up.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "family"),
     [(name, table.families[-1]) for name, table in OBJECTIVES.items() if name != "causal_lm"],
@@ -105,6 +107,7 @@ def test_no_objective_depends_on_the_mesh(objective, family):
         assert_same(alone, trained(mesh, objective, family, everything, vocab=32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_the_same_split_and_whole(family):
     """Grouped keys, a scan and a gradient, over all three axes."""
