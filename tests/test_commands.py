@@ -192,6 +192,7 @@ def test_translate(octets, tmp_path):
             assert h["logprob"] == pytest.approx(written.logprob, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_translations_are_printed_one_a_line(translated, tmp_path):
     (tmp_path / "in.txt").write_text("abc\n\nf\n")
     arguments = [f"--workdir={translated}", f"--input={tmp_path / 'in.txt'}", "--max_new_tokens=5"]
@@ -202,6 +203,7 @@ def test_translations_are_printed_one_a_line(translated, tmp_path):
     assert ran.stdout == "".join(f"{text}\n" for text in expected)
 
 
+@pytest.mark.slow
 def test_who_writes_no_text_says_so(labelled):
     """2, and what to use instead."""
     ran = tiny_run.command("scripts/generate.py", f"--workdir={labelled}", "--prompt=1")

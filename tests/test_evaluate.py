@@ -66,6 +66,7 @@ def metrics(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", feed.PACKINGS)
 def test_batches_and_devices_change_nothing(packing):
     expected = metrics(1, packing=packing)
@@ -75,6 +76,7 @@ def test_batches_and_devices_change_nothing(packing):
         assert metrics(batch_size, devices, packing) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "family", "tokens"),
     [

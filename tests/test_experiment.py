@@ -163,6 +163,7 @@ def test_the_data_decides_the_sizes_of_the_model():
             sizes(three if "model.classes" in options else two, **options)
 
 
+@pytest.mark.slow
 def test_checkpoints_every_few_steps_and_at_the_end(tmp_path, monkeypatch):
     saved = []
 

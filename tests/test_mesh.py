@@ -72,6 +72,7 @@ def test_what_the_mesh_does_not_divide_is_refused(model, message):
     assert birth(grid, kv_heads=4).parameters > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

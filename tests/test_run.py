@@ -216,6 +216,7 @@ def test_scores_of_pairs(kind):
             assert score["eos_logprob"] == pytest.approx(each[-1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_scores_of_pairs_are_those_of_an_evaluation(translated):
     run = transformer.load(translated)
     source = run.spec.data.source()
@@ -249,6 +250,7 @@ def test_drawn_texts_are_those_of_one_batch(run):
         assert found == together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["enc-dec", "two", "dec"])
 def test_what_beams_find_has_its_log_probability(kind):
     run = made(kind)

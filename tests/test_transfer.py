@@ -276,6 +276,7 @@ def test_a_directory_that_does_not_exist_is_refused_before_the_first_update(tmp_
     assert not (tmp_path / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_without_the_other_directory(trained, tmp_path, monkeypatch):
     """On other text, of which the tokenizer of the other run knows all: the remedy."""
     (tmp_path / "b.txt").write_text("green wall\n\nten bottles\n\nfall\n\n" * 40)

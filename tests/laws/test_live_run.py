@@ -30,6 +30,8 @@ from transformer.optim import OPTIMIZERS, SCHEDULES
 from transformer.quality import QUALITIES
 from transformer.spec import SpecError
 
+pytestmark = pytest.mark.slow
+
 # ------------------------------------------------------------------------- options of choices
 
 
@@ -356,7 +358,6 @@ def base(tmp_path_factory):
         return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", CHANGES)
 def test_sections(tmp_path, monkeypatch, base, path):
     found = trace(tmp_path, monkeypatch, CHANGES[path])
@@ -373,7 +374,6 @@ def base_of_pairs(tmp_path_factory):
         return trace(tmp_path_factory.mktemp("base"), patch, {}, PAIRED)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", CHANGES_OF_PAIRS)
 def test_sections_of_pairs(tmp_path, monkeypatch, base_of_pairs, path):
     found = trace(tmp_path, monkeypatch, CHANGES_OF_PAIRS[path], PAIRED)

@@ -17,6 +17,8 @@ from transformer.layers.residual import ORDERS, PLACEMENTS
 from transformer.model import FAMILIES, REMATS, stack, unstack
 from transformer.state import abstract_params
 
+pytestmark = pytest.mark.slow
+
 CYCLES = {"position": "2*rope | none", "mask": "window(size=2) | causal"}  # a period of six
 TABLES = {
     "position": POSITIONS,
@@ -48,7 +50,6 @@ def label(options):
     return "-".join(map(str, options.values()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES, ids=label)
 def test_scan_equals_loop(options):
     loop, scanned = (common.spec(**options, scan=scan) for scan in (False, True))
