@@ -21,7 +21,7 @@ from transformer.workdir import evaluate_run, stored
 WORKDIR = flags.DEFINE_string("workdir", None, "the run to evaluate", required=True)
 STEP = flags.DEFINE_string("step", "latest", "a step, or latest, or best")
 AVERAGE = flags.DEFINE_integer("average", 1, "checkpoints up to the step to average", 1)
-SPLIT = flags.DEFINE_string("split", "validation", "a split of the data")
+SPLIT = flags.DEFINE_string("split", None, "a split of the data; else the run's eval.split")
 OUTPUT = flags.DEFINE_string("output", None, "a JSON-lines file for what the model writes")
 
 
@@ -35,7 +35,8 @@ CONFIG = cli.define_config(RunSpec, base=_base)
 
 
 def main() -> None:
-    given = WORKDIR.value, STEP.value, SPLIT.value, CONFIG.spec, AVERAGE.value
+    split = SPLIT.value or CONFIG.spec.eval.split
+    given = WORKDIR.value, STEP.value, split, CONFIG.spec, AVERAGE.value
     if OUTPUT.value is None:
         metrics, _ = evaluate_run(*given)
     else:

@@ -14,7 +14,8 @@ validation split at every 1000 updates: 9.3, 25.6, 31.1, 33.2, 35.8, 36.5.
 
 Without an argument, verses of the Bible that come with the package. The argument
 DIR/SOURCE-TARGET names line-aligned files: DIR/train.SOURCE and DIR/train.TARGET, and so on for
-validation (val, valid, validation or dev) and test (test or test_…), also as .gz or .xz. A set of
+validation (val, valid, validation or dev) and test, each also with more behind it (test_2016; the
+first in order that has both languages is taken), and as .gz or .xz. A set of
 TFDS that is prepared on this machine:
 
     --config.data.source="tfds(name='wmt14_translate/de-en', source_key='en', text_key='de')"
@@ -25,7 +26,9 @@ from pathlib import Path
 from transformer import defaults
 from transformer.spec import SpecError
 
-SPLITS = {"val": "validation", "valid": "validation", "dev": "validation"}
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
+    ("val", "valid", "validation", "dev"), "validation"
+)
 
 
 def get_config(data: str = ""):
@@ -76,10 +79,12 @@ def _pairs(data: Path) -> str:
     for file in sorted(data.parent.iterdir()):
         name = file.name.removesuffix(".gz").removesuffix(".xz")
         stem, _, language = name.rpartition(".")
-        split = SPLITS.get(stem, stem.split("_")[0])
-        if language in languages and split in ("train", "validation", "test"):
-            found.setdefault(split, {}).setdefault(language, str(file))
-    splits = {s: tuple(f.get(name, "") for name in languages) for s, f in found.items()}
+        found.setdefault(stem, {}).setdefault(language, str(file))
+    splits: dict[str, tuple[str, ...]] = {}
+    for stem, files in found.items():
+        split = SPLITS.get(stem.split("_")[0])
+        if split and all(name in files for name in languages):
+            splits.setdefault(split, tuple(files[name] for name in languages))
     if "train" not in splits:
         raise SpecError(f"{data.parent}: has no train.{languages[0]} and train.{languages[1]}")
     return f"pairs({', '.join(f'{split}={files!r}' for split, files in splits.items())})"

@@ -63,7 +63,8 @@ def main() -> None:
 def _pairs(run: Any, prompts: list[str]) -> list[tuple[str, Any]]:
     beams = BEAMS.value
     if beams is None:
-        drawn = flags.FLAGS["temperature"].present or not run.objective.needs
+        asked = any(flags.FLAGS[name].present for name in ("temperature", "top_k", "top_p"))
+        drawn = asked or not run.objective.needs
         beams = 0 if drawn else 4
     found = run.generate(
         prompts,

@@ -238,7 +238,8 @@ def test_evaluate_translations(translated, tmp_path):
     output = tmp_path / "out.jsonl"
     ran = tiny_run.command(
         "eval.py",
-        *(f"--workdir={translated}", "--split=test", "--step=best", f"--output={output}"),
+        *(f"--workdir={translated}", "--config.eval.split=test", "--step=best"),
+        f"--output={output}",
         *("--config.eval.decode=bleu(beams=2, tokenize='char')", "--config.data.batch_size=5"),
     )
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -266,3 +267,7 @@ def test_inspect(trained, config, tmp_path):
     assert "config.model.vocab = 36\n" in ran.stdout
     count = json.loads((trained / "result.json").read_text())["parameters"]
     assert f"total {count:,} parameters" in ran.stdout
+    learned = ("--config.model.vocab=36", "--config.model.position=learned")
+    ran = tiny_run.command("scripts/inspect.py", config(), f"--workdir={tmp_path}", *learned)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "config.model.max_len = 16\n" in ran.stdout

@@ -161,6 +161,8 @@ def test_the_data_decides_the_sizes_of_the_model():
     ]:
         with pytest.raises(SpecError, match=message):
             sizes(three if "model.classes" in options else two, **options)
+    with pytest.raises(SpecError, match="source_vocab=9: the data has 7 tokens and the objective"):
+        sizes(Vocabulary(chars), **spans | {"model.source_vocab": 9})
 
 
 @pytest.mark.slow

@@ -466,11 +466,14 @@ def test_a_decoder_reads_the_corrupted_text_before_it_writes():
 
 def test_sentinels_and_positions_suffice_for_the_longest_row():
     """At 15 % of up to 512 tokens: 77 hidden in 26 spans; text and source in one row take
-    512 + 77 + 26 and a beginning and an end."""
+    512 + 77 + 26 and a beginning."""
     objective = common.pick(OBJECTIVES, "span_corruption")()
     assert objective.sentinels(512) == 26
-    assert objective.length(common.spec(), 512, 512) == 512 + 77 + 26 + 2
+    assert objective.length(common.spec(), 512, 512) == 512 + 77 + 26 + 1
     assert objective.length(common.spec(family="encoder_decoder"), 512, 512) == 512
+    # At half of 16 tokens, each a span: 8 hidden, 8 sentinels and a beginning.
+    half = common.pick(OBJECTIVES, "span_corruption(rate=0.5, mean_span=1.0)")()
+    assert half.length(common.spec(family="encoder_decoder"), 16, 16) == 17
     # Many short spans: of four tokens, three of which may be hidden, at most two are kept apart.
     assert common.pick(OBJECTIVES, "span_corruption(rate=0.6, mean_span=1.0)")().sentinels(4) == 2
 

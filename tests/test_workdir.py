@@ -12,6 +12,7 @@ import tiny_run
 import transformer
 from transformer import result, spec, workdir
 from transformer.experiment import RunSpec
+from transformer.objective import OBJECTIVES
 from transformer.spec import SpecError
 
 
@@ -57,6 +58,15 @@ def test_an_evaluation_of_pairs_and_of_labels(request, kind):
         if split == "validation":
             assert found == pytest.approx(done["validation"], rel=1e-5)
         assert found["tokens"] > 20 and found["nll"] < 3
+
+
+def test_an_evaluation_for_which_the_model_has_no_room(trained):
+    """Ids beyond the vocabulary would be read as its last one."""
+    run = dataclasses.replace(
+        stored(trained), objective=spec.pick(OBJECTIVES, "span_corruption(rate=0.5)")
+    )
+    with pytest.raises(SpecError, match="model.vocab=36: the data has 36 tokens and the objective"):
+        workdir.evaluate_run(trained, "latest", "validation", run)
 
 
 def test_an_evaluation_on_other_data(trained, tmp_path):

@@ -112,6 +112,8 @@ class RunSpec(Spec):
         needs, limit = self.objective.factory.needs, self.data.source_len
         if limit is not None and needs != "source":
             yield f"data.source_len={limit}: objective={self.objective} reads no source"
+        if (of_source := self.data.source_tokenizer) and needs != "source":
+            yield f"data.source_tokenizer={of_source}: objective={self.objective} reads no source"
         if needs != "label":
             for name in ("classes", "pool"):
                 if (value := getattr(self.model, name)) is not None:
@@ -278,14 +280,15 @@ def resolve(run: RunSpec, vocabulary: Vocabulary) -> RunSpec:
     model = run.model
     sentinels = run.objective().sentinels(run.data.seq_len)
     sizes = {"vocab": vocabulary.tokenizer.size + sentinels}
-    if vocabulary.source_tokenizer:
-        sizes["source_vocab"] = vocabulary.source_tokenizer.size
+    if vocabulary.source_tokenizer or model.source_vocab is not None:
+        of_source = vocabulary.source_tokenizer or vocabulary.tokenizer
+        sizes["source_vocab"] = of_source.size + sentinels
     if run.objective.factory.needs == "label":
         sizes["classes"] = len(vocabulary.labels)
     for name, size in sizes.items():
         if (given := getattr(model, name)) is not None and given < size:
             what = f"{size} {'tokens' if name.endswith('vocab') else 'labels'}"
-            if sentinels and name == "vocab":
+            if sentinels and name.endswith("vocab"):
                 what = f"{size - sentinels} tokens and the objective {sentinels} sentinels"
             raise SpecError(f"config.model.{name}={given}: the data has {what}")
         sizes[name] = given or size

@@ -15,12 +15,11 @@ from transformer.state import init_params
 
 
 def sheet(run: RunSpec, workdir: str | None = None) -> str:
-    """The whole report. The data is tokenised (in `workdir`, or for nothing but its vocabulary)
-    if the model's vocabulary depends on it."""
-    if run.model.vocab is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            place = result.folder(workdir or scratch)
-            run = resolve(run, feed.prepare(run.data, place).vocabulary)
+    """The whole report. The data is tokenised (in `workdir`, or for nothing but its vocabulary),
+    since sizes of the model depend on it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        place = result.folder(workdir or scratch)
+        run = resolve(run, feed.prepare(run.data, place).vocabulary)
     boxed = jax.eval_shape(lambda: init_params(run.model, 0))
     parts = [
         "\n".join(f"config.{path} = {value!r}" for path, value in spec.flat(spec.as_dict(run))),

@@ -44,9 +44,9 @@ def spans(key: Array, eligible_T: Array, rate: float, mean_span: float) -> Array
     # Span i begins after its kept tokens and all before them.
     begin_S = jnp.cumsum(kept_lengths) + jnp.cumsum(hidden_lengths) - hidden_lengths
     end_S = begin_S + hidden_lengths
-    inside_TS = (place_T[:, None] >= begin_S[None]) & (place_T[:, None] < end_S[None])
-    span_T = jnp.where(inside_TS, jnp.arange(1, T + 1)[None], 0).sum(1)
-    span_T = jnp.where(eligible_T & (n >= 2), span_T, 0)
+    span_T = jnp.searchsorted(begin_S, place_T, side="right")  # the last that has begun, from 1 on
+    inside_T = (span_T > 0) & (place_T < end_S[jnp.maximum(span_T - 1, 0)])
+    span_T = jnp.where(inside_T & eligible_T & (n >= 2), span_T, 0)
     # Of a span that is cut in two by a special token, the first part remains.
     gaps_T = jnp.cumsum(~eligible_T)
     first_T = jnp.full(T + 1, T).at[span_T].min(jnp.arange(T))[span_T]

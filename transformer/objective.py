@@ -22,6 +22,7 @@ from transformer.spec import Must, NonNegative, Rate
 
 Batch = Mapping[str, Array]
 Sums = dict[str, tuple[Array, Array]]  # metric -> (sum, weight), or a vector of each
+Open = Annotated[float, Must("lie in (0, 1)", lambda v: 0 < v < 1)]
 Share = Annotated[float, Must("lie in [0, 1]", lambda v: 0 <= v <= 1)]
 Length = Annotated[float, Must("be at least 1", lambda v: v >= 1)]
 
@@ -200,8 +201,12 @@ class MaskedLM(Objective):
     scores = False
 
     @classmethod
-    def rules(cls, run: Any, mask: float = 0, random: float = 0, **options) -> Iterator[str]:
+    def rules(
+        cls, run: Any, rate: float = 1, mask: float = 0, random: float = 0, **options
+    ) -> Iterator[str]:
         yield from super().rules(run, **options)
+        if not rate:
+            yield f"rate={rate}: hides nothing, so that there is nothing to learn"
         if mask + random > 1:
             yield f"mask={mask} and random={random}: are shares, and add up to more than 1"
 
@@ -275,7 +280,7 @@ class SpanCorruption(Objective):
     The documents of a row are one text. Special tokens are never hidden: a span ends before one.
     """
 
-    rate: Rate = 0.15  # of tokens that are hidden
+    rate: Open = 0.15  # of tokens that are hidden
     mean_span: Length = 3.0  # tokens of a hidden span
 
     families = ("encoder_decoder", "decoder")
@@ -285,7 +290,8 @@ class SpanCorruption(Objective):
         return self._widths(seq_len)[1]
 
     def length(self, model: ModelSpec, seq_len: int, source_len: int) -> int:
-        return seq_len if all(model.depths) else seq_len + sum(self._widths(seq_len)) + 2
+        text = sum(self._widths(seq_len)) + 1  # and BOS
+        return max(seq_len, text) if all(model.depths) else seq_len + text
 
     def prompt(self, ids: Sequence[int], model: ModelSpec, bos: int, eos: int) -> Prompt:
         return _asked([bos, *ids, eos], model, bos, False)

@@ -227,6 +227,9 @@ def build(
     return (tx if clip is None else optax.chain(optax.clip_by_global_norm(clip), tx)), rate
 
 
+_HEADS = {"head", "classifier"}  # the modules that turn vectors into scores
+
+
 def decayed(params: Any) -> Any:
     """True for the parameters that weight decay falls on."""
     return jax.tree.map_with_path(lambda path, _: _rank(path) == 2, params)
@@ -242,7 +245,7 @@ def _layer_matrices(params: Any) -> Any:
     """For Muon: which axes of which parameters are a matrix; leading axes count copies of it."""
 
     def axes(path, leaf):
-        if _name(path) != "kernel" or any(_key(k) == "head" for k in path):
+        if _name(path) != "kernel" or any(_key(k) in _HEADS for k in path):
             return None
         return contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 

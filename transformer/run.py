@@ -283,14 +283,18 @@ def _sought(
     """How to draw, or how to search. SpecError for options of the other of the two."""
     names = ("temperature", "top_k", "top_p")
     sampled: Sampling = parse(Sampling, dict(zip(names, how, strict=True)), "generate")
-    search = {"beams": beams or 1, "length_penalty": length_penalty}
-    search["n_best"] = 1 if n_best is None else n_best
-    searched: Beams = parse(Beams, search, "generate")
     if beams and sampled != Sampling():
         raise SpecError(f"generate: {', '.join(names)} are for drawing; beams={beams} searches")
-    if not beams and (n_best is not None or searched != Beams(beams=1)):
+    if not beams and (n_best is not None or length_penalty != Beams().length_penalty):
         raise SpecError(f"generate: length_penalty and n_best need beams, got beams={beams}")
-    return sampled, searched if beams else None
+    if not beams:
+        return sampled, None
+    search = {
+        "beams": beams,
+        "length_penalty": length_penalty,
+        "n_best": 1 if n_best is None else n_best,
+    }
+    return sampled, parse(Beams, search, "generate")
 
 
 def _batch(

@@ -11,7 +11,7 @@ from transformer.checkpoint import Checkpoints, refuse_changed
 from transformer.data import feed
 from transformer.data.tokens import Vocabulary
 from transformer.evaluate import evaluate
-from transformer.experiment import RunSpec, eval_batches, judge, refuse_fields, tell_cut
+from transformer.experiment import RunSpec, eval_batches, judge, refuse_fields, resolve, tell_cut
 from transformer.mesh import Mesh, MeshSpec
 from transformer.run import Run, lexicon
 from transformer.spec import SpecError
@@ -52,6 +52,7 @@ def evaluate_run(
     was = spec.parse(RunSpec, stored(workdir))
     refuse_changed(spec.as_dict(was), spec.as_dict(run), ignore=MAY_DIFFER)
     vocabulary = Vocabulary.load(workdir)
+    run = resolve(run, vocabulary)  # refuses what the model has no room for
     found = _restored(run, workdir, step, average, vocabulary)
     place = workdir if run.data.source == was.data.source else workdir / "evaluation"
     data = feed.prepare(run.data, place, vocabulary)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from transformer.data.order import Deck, Order, Plan
+from transformer.spec import SpecError
 
 BLOCK = 4096
 
@@ -105,8 +106,13 @@ def test_each_part_of_a_mixture_has_epochs_of_its_own(shuffle):
 def test_a_share_that_is_no_multiple_of_a_row_is_rounded():
     rows, _, _ = drawn(order_of((0, 5, 9), 4096, (2.0, 1.0)), range(1))
     assert (rows < 5).sum() == 2731  # 2730.67
-    rows, _, _ = drawn(order_of((0, 5, 9, 11), 4096, (1.0, 1e-6, 1.0)), range(1))
-    assert not ((rows >= 5) & (rows < 9)).any(), "less than half a row of 4096"
+
+
+def test_a_part_that_would_never_come_is_refused():
+    with pytest.raises(SpecError, match="part 2 of the mixture has weight 1e-06 of 2; must be at"):
+        order_of((0, 5, 9, 11), 4096, (1.0, 1e-6, 1.0))
+    with pytest.raises(SpecError, match="part 1 of the mixture makes no row; give more text"):
+        order_of((0, 0, 4), 4096, (1.0, 1.0))
 
 
 def test_the_parts_of_a_mixture_stay_where_they_are_in_the_stream():

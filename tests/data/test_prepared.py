@@ -155,7 +155,7 @@ def test_translations(make, contents, tmp_path):
     }
     assert (source.fields, source.languages) == (("source", "text"), ("en", "de"))
     turned = make(f"{call}source_key='de', text_key='en', validation=0.2)")
-    assert (turned.languages, turned.splits) == (("de", "en"), ("train", "validation"))
+    assert (turned.languages, turned.splits) == (("de", "en"), ("train", "test", "validation"))
     assert contents(turned)["validation"] == [("Satz 8", "sentence 8"), ("Satz 9", "sentence 9")]
     other = make(f"{call}source_key='de', text_key='en')")
     assert len({s.fingerprint() for s in (source, turned, other)}) == 3
@@ -203,7 +203,9 @@ def test_labels(make, contents, kinds):
     assert numbers["train"] == [("t0", "0"), ("t1", "10"), ("t2", "10")]
     assert numbers["test"] == [("t0", "-10")]
     names = contents(make(f"{kinds}label_key='name', text_key='name', validation=0.4)"))
-    assert names == {"train": [("n0",) * 2, ("n1",) * 2], "validation": [("n1",) * 2]}
+    assert names == {"train": [("n0",) * 2, ("n1",) * 2], "validation": [("n1",) * 2]} | {
+        "test": [("n-1",) * 2]
+    }
     keys = ["kind", "n", "name"]
     assert len({make(f"{kinds}label_key='{key}')").fingerprint() for key in keys}) == 3
 

@@ -112,7 +112,8 @@ def batch(run: RunSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 def test_a_folder_of_translations(tmp_path):
     """configs/translate.py:DIR/en-de finds the files of each split by their names."""
-    for stem in ("train", "val", "test_2016_flickr", "test_2017"):
+    (tmp_path / "test_2015.en").write_text("another file than its translation\n")
+    for stem in ("train", "val_2016", "test_2016_flickr", "test_2017"):
         for language in ("en", "de", "fr"):
             (tmp_path / f"{stem}.{language}.gz").write_bytes(gzip.compress(b"a\n"))
     config: Any = cli.load(f"{ROOT / 'configs' / 'translate.py'}:{tmp_path}/en-de")

@@ -145,6 +145,10 @@ TOGETHER = [
     ),
     ({"model.classes": 3}, "config: model.classes=3: objective=causal_lm predicts tokens"),
     ({"data.source_len": 9}, "config: data.source_len=9: objective=causal_lm reads no source"),
+    (
+        {"data.source_tokenizer": "chars"},
+        "config: data.source_tokenizer=chars: objective=causal_lm reads no source",
+    ),
     ({"model.pool": "mean"}, "config: model.pool=mean: objective=causal_lm predicts tokens"),
     (
         {"model.source_vocab": 9},

@@ -97,10 +97,12 @@ def test_the_pool_of_a_family_unless_another_is_given(family, pool):
 
 
 def test_the_first_token_of_a_causal_decoder_is_refused():
-    with pytest.raises(SpecError, match="pool=first: a decoder with mask=causal knows nothing"):
+    with pytest.raises(SpecError, match="pool=first: with mask=causal nothing is known"):
         common.spec(family="decoder", classes=3, pool="first")
-    with pytest.raises(SpecError, match=r"mask=window\(size=3\) knows nothing"):
+    with pytest.raises(SpecError, match=r"mask=window\(size=3\) nothing is known"):
         common.spec(family="decoder", classes=3, pool="first", mask="window(size=3)")
+    with pytest.raises(SpecError, match="pool=first: with mask=causal nothing is known"):
+        common.spec(family="encoder", classes=3, pool="first", mask="causal")
     # Where it can look ahead, or at a source, it knows something.
     common.spec(family="decoder", classes=3, pool="first", mask="prefix(length=8)")
     common.spec(family="encoder", classes=3, pool="first")

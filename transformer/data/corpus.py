@@ -139,6 +139,8 @@ class Mixture(Source):
         self.splits = tuple(s for s in first.splits if all(s in part.splits for part in others))
         spoken = {part.languages for part in self._parts}
         self.languages = first.languages if len(spoken) == 1 else None
+        if len({type(part) for part in self._parts}) == 1:
+            self.length_of = first.length_of
 
     @property
     def parts(self) -> tuple[Source, ...]:

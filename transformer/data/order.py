@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from transformer.spec import SpecError
+
 Rows = np.ndarray  # int64, -1 for a row of padding
 
 _BLOCK = 4096  # places in which each part of a mixture has its share, to the nearest row
@@ -44,6 +46,15 @@ class Deck:
         self._seed, self._shuffle = seed, shuffle
         share = np.asarray(weights) / sum(weights)
         self._quota = np.diff(np.round(np.cumsum([0.0, *share]) * _BLOCK).astype(int))
+        for part in range(len(weights)):
+            where = f"data.source: part {part + 1} of the mixture"
+            if not self._sizes[part]:
+                raise SpecError(f"{where} makes no row; give more text, or shorter rows")
+            if not self._quota[part]:
+                raise SpecError(
+                    f"{where} has weight {weights[part]:g} of {sum(weights):g}; "
+                    f"must be at least one row in {_BLOCK}"
+                )
         # Two of each, for the batch on the border of two epochs or blocks.
         self._epoch = functools.lru_cache(maxsize=2 * len(weights))(self._draw)
         self._block = functools.lru_cache(maxsize=2)(self._mix)

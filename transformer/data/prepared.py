@@ -45,7 +45,8 @@ def tfds(
     """A prepared TFDS dataset, one document an example, read by random access.
 
     Without `validation`, the dataset's own validation split, or else the last tenth of `split`.
-    A test split, if there is one, is offered for evaluation, unless its labels are withheld.
+    A test split, if there is one, is offered for evaluation, unless its labels are withheld or
+    texts without labels are divided by a share.
     Nothing is ever downloaded: SpecError says how to prepare a dataset that is not there.
     """
     if source_key and label_key:
@@ -59,8 +60,9 @@ def tfds(
     names = {"train": split}
     if isinstance(validation, str):
         names["validation"] = validation
-        if "test" in stored.splits and "test" not in names.values() and stored.told("test"):
-            names["test"] = "test"
+    whole = source_key or label_key or "validation" in names  # else one text that is divided
+    if whole and "test" in stored.splits and "test" not in names.values() and stored.told("test"):
+        names["test"] = "test"
     if source_key or label_key:
         return _rows(stored, names, validation, PAIR if source_key else LABELLED)
     if not isinstance(validation, str):

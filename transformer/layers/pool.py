@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from transformer.layers.base import Array
+from transformer.layers.mask import MASKS, looks_ahead
+from transformer.spec import pick
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +42,11 @@ class First:
 
     @staticmethod
     def rules(spec: Any) -> Iterator[str]:
-        if not (spec.depths[0] or spec.bidirectional):
-            yield f"a decoder with mask={spec.masks} knows nothing there but the first token"
+        if all(spec.depths):  # the text is one token
+            return
+        mask = spec.mask or pick(MASKS, "full" if spec.depths[0] else "causal")
+        if not any(looks_ahead(m) for m in mask.entries):
+            yield f"with mask={mask} nothing is known there but the first token"
 
 
 @dataclasses.dataclass(frozen=True)
