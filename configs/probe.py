@@ -8,6 +8,11 @@ needle and listops (transformer/data/probes). A small decoder reads the question
 answer; for listops a small encoder names the value. The validation split has questions as long as
 those in training, the test split has longer ones too (modular_addition has none): `exact_match` is
 the share of right answers, `exact_match_by_length` the same for every length.
+
+Expected, exact matches of the validation and the test split after one to four minutes of training
+on two CPU cores: copy 0.99 / 0.51, reverse 0.98 / 0.48, sort 0.97 / 0.57, dyck 1.00 / 0.96,
+listops 0.44 / 0.32, addition 0.80 / 0.40, recall 1.00 / 0.86, induction 1.00 / 0.79. Of
+words longer than those in training, reverse turns none.
 """
 
 from transformer import defaults, spec
