@@ -243,7 +243,7 @@ def test_choices_vary_by_layer():
         ({"source_vocab": 9}, ["source_vocab=9: only family=encoder_decoder has a source"]),
         (
             {"classes": 3, "pool": "first"},
-            ["pool=first: a decoder with mask=causal knows nothing there but the first token"],
+            ["pool=first: with mask=causal nothing is known there but the first token"],
         ),
         ({"mask": "full"}, ["mask=full: lets a decoder see the tokens it is to predict"]),
         (

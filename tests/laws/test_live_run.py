@@ -386,7 +386,8 @@ def test_sections_of_pairs(tmp_path, monkeypatch, base_of_pairs, path):
 
 def test_a_tokenizer_of_what_is_not_there_is_refused(tmp_path):
     with pytest.raises(SpecError, match="source_tokenizer=chars: the data has one side only"):
-        tiny_run.run(tmp_path, data__source_tokenizer="chars")
+        pairs = {"objective": "seq2seq", "data.packing": "documents"}
+        tiny_run.run(tmp_path, data__source_tokenizer="chars", **pairs)
 
 
 def test_every_option_of_the_sections_is_known():
